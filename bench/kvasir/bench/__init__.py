@@ -1,0 +1,1 @@
+"""Workloads, load generator and reports behind `kvasir bench`."""

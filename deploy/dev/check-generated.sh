@@ -1,0 +1,15 @@
+#!/bin/sh
+# Fail if a generated file is not what its source generates now.
+set -eu
+cd "$(dirname "$0")/../.."
+fresh=$(mktemp -d)
+trap 'rm -rf "$fresh"' EXIT
+sh deploy/dev/protos.sh "$fresh" 2>/dev/null
+for file in "$fresh"/kvasir/proto/v1/*; do
+    name=kvasir/proto/v1/$(basename "$file")
+    cmp -s "$file" "proto/$name" || {
+        echo "check: proto/$name is out of date; run: make protos" >&2
+        exit 1
+    }
+done
+echo "generated files are up to date"

@@ -1,0 +1,1 @@
+"""The operator: ModelService, the pure plan, and the runtimes that carry it out."""

@@ -1,0 +1,1 @@
+"""Wire contracts: protobuf services, block hashing, refusal reasons. No I/O, no policy."""

@@ -1,0 +1,1 @@
+"""The router: OpenAI HTTP API, tokenisation, worker choice, retries and replay."""

@@ -1,0 +1,67 @@
+"""Settings of a router, validated at construction. Sizes are bytes, times seconds."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Limits(BaseModel):
+    """What one request may ask for. Beyond: 400, or 413 for the body."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_body_bytes: Annotated[int, Field(ge=1)] = 8 * 1024**2
+    """Request body."""
+    max_header_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024
+    """One header line."""
+    max_n: Annotated[int, Field(ge=1)] = 16
+    """Choices per prompt."""
+    max_prompts: Annotated[int, Field(ge=1)] = 64
+    """Prompts in one /v1/completions request."""
+    max_stop_strings: Annotated[int, Field(ge=0)] = 16
+    max_stop_length: Annotated[int, Field(ge=1)] = 256
+    """Characters of one stop string."""
+    max_logit_bias: Annotated[int, Field(ge=0)] = 300
+    """Entries of logit_bias."""
+    max_logprobs: Annotated[int, Field(ge=0)] = 20
+    """Alternatives per token."""
+    max_messages: Annotated[int, Field(ge=1)] = 1024
+    template_timeout: Annotated[float, Field(gt=0)] = 2.0
+    """Rendering the chat template."""
+
+
+class Disaggregation(BaseModel):
+    """When a prompt is computed on a prefill worker."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["auto", "always", "never"] = "auto"
+    """auto: when at least ``min_uncached_tokens`` are uncached on the decode worker."""
+    min_uncached_tokens: Annotated[int, Field(ge=1)] = 64
+
+
+class RouterConfig(BaseModel):
+    """Everything that `kvasir-router` takes; unknown keys are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    router_id: Annotated[str, Field(min_length=1, max_length=253)] = "router-0"
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback, so that nothing is reachable by accident."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    workers_file: Path
+    """JSON that the operator keeps up to date: {"workers": [{"id": ..., "address": "host:port"}]}.
+    Written by rename, so that a reader never sees half of it."""
+    limits: Limits = Limits()
+    disaggregation: Disaggregation = Disaggregation()
+    prefix_index_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024**2
+    """Bound of the prefix index; the least recently used entries go first."""
+    queue_limit: Annotated[int, Field(ge=1)] = 4096
+    """Requests in flight in this router; beyond: 429."""
+    no_worker_timeout: Annotated[float, Field(ge=0)] = 30.0
+    """How long a new request waits for a worker to be ready; then 503."""
+    replay_timeout: Annotated[float, Field(ge=0)] = 120.0
+    """How long a request whose worker died waits for another; then an error event."""
+    api_keys: tuple[str, ...] = ()
+    """If any, each request needs one as a bearer token."""

@@ -1,0 +1,161 @@
+"""What the parts of the router say to each other.
+
+    api/ (HTTP, text)  --Generation-->  Dispatcher (workers, tokens)
+                       <--TokenEvent, Finished, Refused--
+
+``api`` turns HTTP requests into token ids and token ids into text; it knows no workers.
+The dispatcher chooses workers, submits, replays after a loss; it knows no HTTP and no text.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from kvasir.proto.errors import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; the meaning of engine.proto's SamplingParams, ``seed`` always set.
+
+    ``logprobs`` None: none; 0: of the drawn token; k: also of the k most likely ones.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One child of an API request: one prompt, one sequence of output tokens.
+
+    ``request_id`` is made by the router and unique; a client's own id is only a label.
+    ``deadline`` is seconds since the Unix epoch; None for none.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    cache_salt: bytes = b""
+    priority: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob and rank (1 is the most likely) of a token, and the most likely alternatives."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New output tokens, in order; each token of a request appears in exactly one event.
+
+    The first event also tells who served the prompt. ``prefill_worker`` is None where the
+    decode worker computed the prompt itself. ``prompt_logprobs`` has one entry per prompt
+    token, None for the first token, and comes once, on the first event, if asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int | None = None
+    decode_worker: str = ""
+    prefill_worker: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a served generation."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The last event of a generation that is not (or no longer) served."""
+
+    refusal: Refusal
+    retry_after: float | None = None
+    """Seconds after which it is worth trying again; for 429 and 503."""
+
+
+GenerationEvent = TokenEvent | Finished | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the router knows of the served model, from its workers."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    tokenizer_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as the router sees it now; a row of ``kvasir status``."""
+
+    worker_id: str
+    address: str
+    role: str
+    state: str
+    """connecting, ready, draining or lost."""
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+
+class Dispatcher(Protocol):
+    """Serves generations on the workers it knows of."""
+
+    def generate(self, generation: Generation) -> AsyncIterator[GenerationEvent]:
+        """Serve one generation. Ends with Finished or Refused.
+
+        Closing the iterator early (``aclose``) aborts the generation on its worker.
+        Survives the loss of the worker: prompt and tokens so far are submitted to another
+        one, and the caller sees one unbroken sequence of tokens.
+        """
+        ...
+
+    def model(self) -> ModelCard | None:
+        """The served model; None while no worker has ever been seen."""
+        ...
+
+    async def tokenizer_files(self) -> dict[str, bytes] | None:
+        """File name to content of the model's tokenizer; None while none is known."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether a new request could be served now."""
+        ...
+
+    def workers(self) -> list[WorkerStatus]: ...

@@ -1,0 +1,1 @@
+"""A worker: model, paged KV cache, scheduler, KV transfer, its own health and load."""

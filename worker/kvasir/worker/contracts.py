@@ -1,0 +1,291 @@
+"""What the parts of a worker say to each other: frozen data and narrow protocols.
+
+    service (asyncio)  --Request, Abort-->  Engine (its own thread)
+                       <--Output, KvEvent, Load--
+    Engine: Scheduler.plan() -> StepPlan -> Runner.execute() -> StepResult -> Scheduler.update()
+
+The scheduler and what it owns know nothing of torch; the runner knows nothing of requests,
+queues or sharing: it computes the chunks that a plan names. Nothing here does I/O.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from kvasir.proto.errors import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How output tokens are drawn; the same meaning as in engine.proto.
+
+    ``temperature`` 0 is greedy. ``logprobs`` None: none; 0: of the drawn token; k: also of
+    the k most likely ones. Logprobs are those of the model's own logits, before penalties,
+    bias and temperature.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Work(Enum):
+    """What a request wants of this worker."""
+
+    GENERATE = auto()
+    """Prefill here and decode here."""
+    RECEIVE = auto()
+    """Reserve blocks, wait for a prefill worker's KV, then decode here."""
+    PREFILL = auto()
+    """Prefill here, sample one token, hold the blocks until released."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request (one child of an ``n > 1`` request), validated.
+
+    ``output_ids`` are tokens that an earlier worker has already given to the client; they
+    are computed like prompt tokens but count as output for sampling and limits.
+    ``deadline`` is seconds since the Unix epoch; None for none. ``skip_tokens`` (PREFILL
+    only) is how many leading tokens the receiver already has; a multiple of the block size.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_ids: tuple[int, ...] = ()
+    cache_salt: bytes = b""
+    priority: int = 0
+    deadline: float | None = None
+    work: Work = Work.GENERATE
+    skip_tokens: int = 0
+
+
+# --- scheduler -> runner -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Draw one token after a chunk's last position.
+
+    ``index`` is the number of the output token to draw, from 0: with the seed it alone
+    fixes the random number. ``prompt_ids`` and ``output_ids`` feed the penalties.
+    ``forbid_stop`` holds until ``min_tokens`` tokens are out: end and stop tokens cannot
+    be drawn.
+    """
+
+    params: SamplingParams
+    index: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    forbid_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence to compute in one step.
+
+    ``start`` tokens of the sequence are already in the KV cache, in the blocks of
+    ``block_table``, which also has room for the new ones: token at position p lives in
+    block ``block_table[p // block_size]`` at offset ``p % block_size``.
+    ``sample`` is set when the chunk ends the known tokens. ``prompt_logprobs`` k asks for
+    the logprob of each *following* prompt token at every position of this chunk.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    sample: SampleSpec | None = None
+    prompt_logprobs: int | None = None
+    next_token_id: int | None = None
+    """The prompt token after the chunk, for ``prompt_logprobs``; None at the prompt's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One engine step: chunks keyed by request; decode chunks have one token."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(c.token_ids) for c in self.chunks)
+
+
+# --- runner -> scheduler -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob and rank (1 is the most likely) of a token, and the most likely alternatives."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one chunk gave: a token if one was asked for, and prompt logprobs if asked for."""
+
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+StepResult = Mapping[str, Sampled]
+"""By request id; an entry for every chunk of the plan."""
+
+
+class Runner(Protocol):
+    """Owns the model's weights and the KV cache tensor. Called from the engine thread only.
+
+    Cache layout, block-major so that one block is one contiguous slab:
+
+        [num_blocks, layers, 2 (K, V), block_size, kv_heads, head_dim]
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute every chunk: write its KV, and sample where asked."""
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int], filled_tokens: int) -> memoryview:
+        """Copy blocks out, in order, as bytes.
+
+        ``filled_tokens`` counts the tokens in all these blocks together; what lies beyond
+        is zeroed, so that no other request's KV ever leaves in a partial block.
+        """
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], payload: memoryview) -> None:
+        """Copy verified bytes in. The length must be ``len(block_ids) * block_bytes``."""
+        ...
+
+
+# --- engine -> service ---------------------------------------------------------------------
+
+
+class Finish(Enum):
+    STOP = auto()
+    LENGTH = auto()
+    ABORTED = auto()
+    REFUSED = auto()
+
+
+class PrefillOutcome(Enum):
+    LOCAL = auto()
+    REMOTE = auto()
+    RECOMPUTED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """How the prompt's KV came to be; sent with the first output of a request."""
+
+    cached_tokens: int
+    outcome: PrefillOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """News of one request after one step; ``finish`` is set exactly once, on the last."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+    refusal: Refusal | None = None
+    prefill: PrefillReport | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """A chain of blocks that can now be hit; ``parent_hash`` is empty at a root."""
+
+    parent_hash: bytes
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    pass
+
+
+KvEvent = BlocksStored | BlocksRemoved | CacheCleared
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Gauges and counters of an engine at one moment; units as in LoadReport of engine.proto."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_prefill_tokens: int = 0
+    active_kv_tokens: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+class OutputSink(Protocol):
+    """Where a request's outputs go. Called on the engine thread; must not block."""
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        """All news of one step for the requests submitted with this sink, in one call."""
+        ...
+
+
+class ReceiveSink(OutputSink, Protocol):
+    """Sink of Work.RECEIVE requests: told when blocks are reserved and KV may flow."""
+
+    def reserved(self, request_id: str, num_cached_tokens: int) -> None:
+        """Blocks for the whole prompt are reserved; the first ``num_cached_tokens`` (whole
+        blocks) came from this worker's own cache. Answer with Engine.commit_blocks,
+        then Engine.finish_receive or Engine.fail_receive."""
+        ...
+
+
+class HoldSink(OutputSink, Protocol):
+    """Sink of Work.PREFILL requests: told as KV becomes ready to read."""
+
+    def progress(self, request_id: str, computed_tokens: int) -> None:
+        """KV of the first ``computed_tokens`` tokens is in the cache. Read it with
+        Engine.read_blocks; Engine.release ends the hold."""
+        ...
+
+
+class EngineListener(Protocol):
+    """Told after each step that changed something. On the engine thread; must not block."""
+
+    def on_kv_events(self, first_sequence: int, events: Sequence[KvEvent]) -> None: ...
+
+    def on_load(self, load: Load) -> None: ...
