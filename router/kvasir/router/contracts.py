@@ -7,7 +7,7 @@
 The dispatcher chooses workers, submits, replays after a loss; it knows no HTTP and no text.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -137,10 +137,10 @@ class WorkerStatus:
 class Dispatcher(Protocol):
     """Serves generations on the workers it knows of."""
 
-    def generate(self, generation: Generation) -> AsyncIterator[GenerationEvent]:
+    def generate(self, generation: Generation) -> AsyncGenerator[GenerationEvent, None]:
         """Serve one generation. Ends with Finished or Refused.
 
-        Closing the iterator early (``aclose``) aborts the generation on its worker.
+        Closing the generator early (``aclose``) aborts the generation on its worker.
         Survives the loss of the worker: prompt and tokens so far are submitted to another
         one, and the caller sees one unbroken sequence of tokens.
         """

@@ -55,5 +55,7 @@ class WorkerConfig(BaseModel):
 
     transfer_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Longest wait for a prefill worker before the prompt is computed here."""
+    transfer_stall_timeout: Annotated[float, Field(gt=0)] = 10.0
+    """Longest silence of a prefill worker that has begun to send: a frozen one is given up."""
     drain_deadline: Annotated[float, Field(ge=0)] = 300.0
     """Longest wait for accepted requests after SIGTERM."""

@@ -1,0 +1,149 @@
+"""`kvasir bench exact`: are greedy float32 tokens those of `transformers`, however served?"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvasir.bench.ask import Answer
+from kvasir.bench.judge import Verdict, Vocabulary, judge
+from kvasir.bench.reference import Reference
+from kvasir.bench.scenarios import Outcome, Scenario, Setup
+from kvasir.bench.workload import Question, WorkloadError, few_shot
+from kvasir.router.text.tokenizer import ModelTokenizer
+
+SHORTEST, LONGEST = 32, 1200
+"""Range over which prompt lengths are spread, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    prompt_ids: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One scenario's verdicts. ``faults`` were injected; ``evidence`` is what they led to."""
+
+    scenario: str
+    prompts: int
+    equal: int
+    ties: int
+    wrong: int
+    faults: int
+    evidence: dict[str, int]
+    largest_tie: float
+    mistakes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.wrong == 0 and all(self.evidence.values())
+
+
+def build_prompts(
+    questions: Sequence[Question], count: int, shots: int | None, seed: int, reference: Reference
+) -> list[tuple[int, ...]]:
+    """Token ids of ``count`` few-shot prompts on questions drawn by ``seed``.
+
+    With ``shots`` None, prompt i gets as many worked examples as fit into a length that grows
+    evenly from SHORTEST to LONGEST tokens. The examples are the questions not drawn.
+    """
+    if count > len(questions) // 2:
+        raise WorkloadError(f"{count} prompts need at least {2 * count} questions: lower --count")
+    shuffled = random.Random(seed).sample(questions, len(questions))
+    asked = sorted(shuffled[:count], key=lambda q: len(q.question))
+    examples = shuffled[count:]
+    prompts = []
+    for index, row in enumerate(asked):
+        if shots is not None:
+            prompts.append(reference.encode(few_shot(examples[:shots], row.question)))
+            continue
+        target = SHORTEST + (LONGEST - SHORTEST) * index // max(count - 1, 1)
+        prompts.append(_longest_within(target, examples, row.question, reference))
+    return prompts
+
+
+def _longest_within(
+    target: int, examples: Sequence[Question], question: str, reference: Reference
+) -> tuple[int, ...]:
+    """The prompt with the most examples that is at most ``target`` tokens; else with none."""
+    best = reference.encode(few_shot((), question))
+    for shots in range(1, len(examples) + 1):
+        longer = reference.encode(few_shot(examples[:shots], question))
+        if len(longer) > target:
+            break
+        best = longer
+    return best
+
+
+def build_cases(
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: int,
+    reference: Reference,
+    progress: Callable[[str], None],
+) -> list[Case]:
+    """What the reference answers to each prompt."""
+    cases = []
+    for number, prompt in enumerate(prompts, start=1):
+        progress(f"reference {number} of {len(prompts)} ({len(prompt)} tokens)")
+        cases.append(Case(prompt, tuple(reference.greedy(prompt, max_tokens))))
+    return cases
+
+
+class Oracle:
+    """Judges answers by the reference."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        # Token texts as the completions API shows them in logprobs.tokens.
+        tokenizer = ModelTokenizer.from_files({"tokenizer.json": reference.tokenizer_json()})
+        self._vocabulary = Vocabulary([_shown(raw) for raw in tokenizer.token_bytes])
+
+    def verdict(self, answer: Answer, case: Case) -> Verdict:
+        if answer.error is not None:
+            return Verdict(answer.error)
+        return judge(
+            answer.tokens,
+            case.expected,
+            self._vocabulary,
+            lambda ids: self._reference.next_logits(case.prompt_ids, ids),
+        )
+
+
+def _shown(raw: bytes) -> str:
+    """A piece of a character is written as OpenAI writes it: ``bytes:\\xe2\\x98``."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+async def run_scenario(
+    name: str,
+    scenario: Scenario,
+    setup: Setup,
+    cases: Sequence[Case],
+    oracle: Oracle,
+) -> Result:
+    """Serve every case in this way and compare every token."""
+    outcome = await scenario(setup, [case.prompt_ids for case in cases])
+    verdicts = [
+        oracle.verdict(answer, case) for answer, case in zip(outcome.answers, cases, strict=True)
+    ]
+    return _result(name, outcome, verdicts)
+
+
+def _result(name: str, outcome: Outcome, verdicts: Sequence[Verdict]) -> Result:
+    mistakes = [f"prompt {i}: {v.wrong}" for i, v in enumerate(verdicts) if v.wrong is not None]
+    mistakes += [f"no {what}: nothing was tested" for what, n in outcome.evidence.items() if not n]
+    return Result(
+        scenario=name,
+        prompts=len(verdicts),
+        equal=sum(v.equal for v in verdicts),
+        ties=sum(v.wrong is None and bool(v.ties) for v in verdicts),
+        wrong=sum(v.wrong is not None for v in verdicts),
+        faults=outcome.faults,
+        evidence=dict(outcome.evidence),
+        largest_tie=max((tie.gap for v in verdicts for tie in v.ties), default=0.0),
+        mistakes=mistakes,
+    )

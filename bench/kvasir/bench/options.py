@@ -1,0 +1,63 @@
+"""Option types and decorators that the bench commands share."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import click
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
+
+
+class Duration(click.ParamType[float]):
+    """A time such as 500ms, 2s or 1.5m, as seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)", str(value))
+        if match is None:
+            self.fail(f"{value!r} is not a time: write 500ms, 2s or 1.5m", param, ctx)
+        return float(match[1]) * _UNITS[match[2]]
+
+
+DURATION = Duration()
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+COUNT = click.IntRange(min=1)
+POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+def common_options(function: Callable[P, R]) -> Callable[P, R]:
+    """--json, --seed and --runs, which every bench command has."""
+    for option in (
+        click.option(
+            "--runs",
+            type=COUNT,
+            default=1,
+            show_default=True,
+            help="Repeat; report median and range.",
+        ),
+        click.option(
+            "--seed",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Fixes lengths, contents and arrivals.",
+        ),
+        click.option(
+            "--json",
+            "json_file",
+            type=click.Path(dir_okay=False, writable=True, path_type=Path),
+            help="Also write everything to this file.",
+        ),
+    ):
+        function = option(function)
+    return function

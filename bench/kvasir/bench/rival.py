@@ -1,0 +1,139 @@
+"""An engine to compare with: found in its own environment, run as a process, told what to do.
+
+Speaks the JSON lines that ``rivals/vllm_cpu.py`` describes. Owns the process and ends it.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvasir.bench import rivals
+from kvasir.bench.timeline import Timeline
+
+_TAIL_LINES = 15
+
+
+class RivalError(RuntimeError):
+    """The rival failed; ends with the last lines of its own log."""
+
+
+@dataclass(frozen=True, slots=True)
+class RivalSettings:
+    """``model`` is a Hugging Face folder; the rest as in WorkerConfig."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    max_batched_tokens: int
+    max_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """Where deploy/dev/rivals.sh has put vllm-cpu."""
+
+    home: Path
+
+    @property
+    def python(self) -> Path:
+        return self.home / "venv" / "bin" / "python"
+
+    def environment(self, threads: int) -> dict[str, str]:
+        """What vLLM's documentation recommends on CPUs: bound threads, libiomp5, tcmalloc."""
+        wanted = [
+            self.home / "lib" / "libtcmalloc_minimal.so.4",
+            self.home / "venv" / "lib" / "libiomp5.so",
+        ]
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        return {
+            "LD_PRELOAD": ":".join(str(path) for path in wanted if path.exists()),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in one process, as ours is measured
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+
+def find_vllm_cpu(directory: Path) -> Installation | None:
+    """The finished installation in ``directory``, or None."""
+    home = directory / "vllm-cpu"
+    return Installation(home) if (home / ".installed").exists() else None
+
+
+class Rival:
+    """A running rival; use as a context manager.
+
+    Environment variables that steer our own threads are not passed on.
+    """
+
+    def __init__(self, installation: Installation, settings: RivalSettings, threads: int) -> None:
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed in __exit__
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_"))}
+        self._process = subprocess.Popen(
+            [
+                installation.python,
+                Path(next(iter(rivals.__path__))) / "vllm_cpu.py",
+                json.dumps(asdict(settings)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=inherited | installation.environment(threads),
+        )
+        self.version = ""
+
+    def __enter__(self) -> Self:
+        try:
+            self.version = str(self._receive()["version"])
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline:
+        """Greedy output of exactly ``max_tokens`` tokens for each prompt, all at once."""
+        if self._process.stdin is None:
+            raise RivalError("the rival's input is closed")
+        work = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        try:
+            self._process.stdin.write(json.dumps(work) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
+        return Timeline(tuple(tuple(times) for times in self._receive()["times"]))
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            raise self._failure()
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _failure(self) -> RivalError:
+        code = self._process.wait()
+        self._log.seek(0)
+        tail = self._log.read().splitlines()[-_TAIL_LINES:]
+        return RivalError(
+            f"vllm-cpu ended with exit code {code}; its log ends:\n" + "\n".join(tail)
+        )
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()

@@ -1,0 +1,201 @@
+"""`kvasir bench serve`: offer load to a running OpenAI-compatible server and report what it did."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvasir.bench.arrivals import Process, arrival_times
+from kvasir.bench.client import Target, send
+from kvasir.bench.load import closed_loop, open_loop
+from kvasir.bench.machine import memory_bandwidth
+from kvasir.bench.stats import Objectives, Record, RunSummary, summarize
+from kvasir.bench.traces import Replay, read_trace, trace_requests
+from kvasir.bench.workload import (
+    FIRST_TOKEN_ID,
+    Lengths,
+    Prompt,
+    RequestSpec,
+    TokenSource,
+    WorkloadError,
+    question_requests,
+    random_requests,
+    read_questions,
+)
+
+REFUSALS = ("http 429", "http 503")
+"""Failures by which an overloaded server protects itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much and when. Open loop with ``rate`` or a trace, else closed loop."""
+
+    requests: int = 64
+    concurrency: int = 8
+    rate: float | None = None
+    arrivals: Process = "poisson"
+    burst_size: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is asked: a trace, a question file, or random tokens of drawn lengths."""
+
+    inputs: Lengths
+    outputs: Lengths
+    vocab_size: int = 10_000
+    prompts: Path | None = None
+    shots: int = 0
+    trace: Path | None = None
+    limit: int | None = None
+    replay: Replay = field(default_factory=Replay)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    target: Target
+    content: Content
+    load: Load = Load()
+    objectives: Objectives | None = None
+    runs: int = 1
+    warmup: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run, with memory bandwidth (GB/s) just before and just after it."""
+
+    summary: RunSummary
+    left_out: int
+    """Trace rows too long for the server."""
+    memory_gb_s: tuple[float, float]
+
+
+def build_requests(options: Options, run: int) -> tuple[list[RequestSpec], int]:
+    """The requests of one run, and how many trace rows were left out as too long.
+
+    Lengths and arrivals are those of the seed; random contents differ from run to run.
+    """
+    content, load = options.content, options.load
+    tokens = TokenSource(f"{options.seed}/{run}", content.vocab_size)
+    if content.trace is not None:
+        rows = read_trace(content.trace, content.limit)
+        specs, left_out = trace_requests(rows, content.replay, tokens)
+        if not specs:
+            raise WorkloadError(
+                f"{content.trace}: all {left_out} requests are longer than --max-total; raise it"
+                " or shrink them with --length-scale"
+            )
+        return specs, left_out
+    if content.prompts is not None:
+        questions = read_questions(content.prompts)
+        specs = question_requests(questions, load.requests, content.outputs.mean, content.shots)
+    else:
+        specs = random_requests(
+            load.requests, content.inputs, content.outputs, seed=options.seed, tokens=tokens
+        )
+    if load.rate is not None:
+        due = arrival_times(load.arrivals, load.rate, len(specs), options.seed, load.burst_size)
+        specs = [dataclasses.replace(s, due=at) for s, at in zip(specs, due, strict=True)]
+    return specs, 0
+
+
+async def run_serve(
+    options: Options, progress: Callable[[str], None], clock: Callable[[], float]
+) -> list[Run]:
+    """Warm up, then run ``options.runs`` times, one after the other."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    runs = []
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        await _check_server(http, options)
+        await _warm_up(http, options, clock)
+        for index in range(options.runs):
+            specs, left_out = build_requests(options, index)
+            progress(f"run {index + 1} of {options.runs}: {len(specs)} requests")
+            before = await asyncio.to_thread(memory_bandwidth)
+            records = await _offer(http, options, specs, clock)
+            after = await asyncio.to_thread(memory_bandwidth)
+            runs.append(Run(summarize(records, options.objectives), left_out, (before, after)))
+    return runs
+
+
+async def find_model(url: str, api_key: str | None) -> str:
+    """The id of the only model that the server has. Raises WorkloadError if it is not one."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
+            http.get(f"{url}/v1/models", headers=headers) as response,
+        ):
+            response.raise_for_status()
+            names = [str(model["id"]) for model in (await response.json())["data"]]
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise WorkloadError(f"{url}/v1/models does not answer: {error}") from None
+    if len(names) != 1:
+        raise WorkloadError(f"{url} serves {names or 'no model'}: name one with --model")
+    return names[0]
+
+
+def unexpected_failures(runs: list[Run], *, allow_refusals: bool) -> int:
+    """Failed requests over all runs; refusals count unless they are allowed."""
+    return sum(
+        count
+        for run in runs
+        for kind, count in run.summary.failures.items()
+        if not (allow_refusals and kind in REFUSALS)
+    )
+
+
+async def _offer(
+    http: aiohttp.ClientSession,
+    options: Options,
+    specs: list[RequestSpec],
+    clock: Callable[[], float],
+) -> list[Record]:
+    async def send_one(spec: RequestSpec, due: float) -> Record:
+        return await send(http, options.target, spec, due, clock)
+
+    if options.content.trace is not None or options.load.rate is not None:
+        return await open_loop(specs, send_one, clock)
+    return await closed_loop(specs, options.load.concurrency, send_one, clock)
+
+
+async def _check_server(http: aiohttp.ClientSession, options: Options) -> None:
+    """Prove with one small request that the server takes this kind of prompt at all."""
+    if options.content.prompts is not None:
+        prompt = Prompt(text="Hello")
+    else:
+        prompt = Prompt(token_ids=(FIRST_TOKEN_ID,) * 4)
+    spec = RequestSpec(prompt, max_tokens=2)
+    record = await send(http, options.target, spec, time.perf_counter(), time.perf_counter)
+    if record.failure is not None:
+        raise WorkloadError(
+            f"{options.target.endpoint} did not serve a first small request ({record.failure}):"
+            f" {record.message}"
+        )
+    if prompt.token_ids and record.input_tokens != len(prompt.token_ids):
+        raise WorkloadError(
+            f"{options.target.endpoint} counted {record.input_tokens} tokens in a prompt of"
+            f" {len(prompt.token_ids)} token ids: it does not take token-id prompts; use --prompts"
+        )
+
+
+async def _warm_up(
+    http: aiohttp.ClientSession, options: Options, clock: Callable[[], float]
+) -> None:
+    """Requests whose records are dropped; their contents are those of no run."""
+    specs, _ = build_requests(options, run=-1)
+    for spec in specs[: options.warmup]:
+        await send(http, options.target, spec, clock(), clock)
+
+
+def summaries_as_json(runs: list[Run]) -> list[dict[str, Any]]:
+    return [{**dataclasses.asdict(run), "cached_ratio": run.summary.cached_ratio} for run in runs]

@@ -1,0 +1,56 @@
+"""`kvasir status`: the router's view of its workers, as a table or JSON."""
+
+import json
+from typing import Any
+
+import click
+from rich.table import Table
+
+from kvasir.cli.client import RouterClient, find_url, url_option
+from kvasir.cli.console import output
+
+
+@click.command()
+@url_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(url: str | None, as_json: bool) -> None:
+    """Show each worker: role, state, requests running and waiting, KV use, prefix hit rate.
+
+    KV USE counts blocks that running requests hold; the prefix cache fills what is left and
+    is given up when room is needed.
+    """
+    client = RouterClient(find_url(url))
+    workers = client.get("/workers")
+    if as_json:
+        click.echo(json.dumps({"url": client.url, "workers": workers}, indent=2))
+        return
+    click.echo(client.url)
+    if not workers:
+        click.echo("no workers yet; they appear when their model is loaded")
+        return
+    output().print(_table(workers))
+
+
+def _table(workers: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("WORKER", "ROLE", "STATE"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("RUNNING", "WAITING", "KV USE", "PREFIX HITS"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    for worker in sorted(workers, key=lambda worker: str(worker["worker_id"])):
+        state = worker["state"]
+        table.add_row(
+            worker["worker_id"],
+            worker["role"],
+            state if state == "ready" else f"[yellow]{state}[/yellow]",
+            str(worker["running"]),
+            str(worker["waiting"]),
+            _share(worker["kv_blocks_used"], worker["kv_blocks_total"]),
+            _share(worker["prefix_hit_tokens"], worker["prefix_query_tokens"]),
+        )
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    """A percentage, or a dash where there is nothing to divide by."""
+    return f"{100 * part / whole:.1f}%" if whole else "-"

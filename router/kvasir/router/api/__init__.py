@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API: requests to generations, tokens to responses."""

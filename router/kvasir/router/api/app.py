@@ -1,0 +1,98 @@
+"""Builds the router's HTTP application and server: routes to handlers, and their lifetime.
+
+Adds no behavior of its own: what a route does is in its handler, what all have in common in
+the middleware.
+"""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry
+
+from kvasir.router.api import chat, completions, models, status, tokenize
+from kvasir.router.api.auth import Keys
+from kvasir.router.api.context import API, Api
+from kvasir.router.api.errors import ApiError
+from kvasir.router.api.metrics import HttpMetrics
+from kvasir.router.api.middleware import add_request_id, frame
+from kvasir.router.api.served import ServedModel
+from kvasir.router.config import RouterConfig
+from kvasir.router.contracts import Dispatcher
+
+SHUTDOWN_SECONDS = 30.0
+"""How long open requests may go on after the router stops to accept."""
+
+ApiHandler = Callable[[web.Request], Awaitable[web.StreamResponse | ApiError]]
+
+
+def build_app(
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    registry: CollectorRegistry,
+    *,
+    clock: Callable[[], float] = time.time,
+) -> web.Application:
+    """The application; needs a running event loop."""
+    app = web.Application(middlewares=[frame])
+    app[API] = Api(
+        config=config,
+        dispatcher=dispatcher,
+        served=ServedModel(config, dispatcher),
+        keys=Keys(config.api_keys),
+        metrics=HttpMetrics(registry),
+        clock=clock,
+        started=int(clock()),
+    )
+    app[status.REGISTRY] = registry
+    app.on_response_prepare.append(add_request_id)
+    app.on_shutdown.append(_drain)
+    app.cleanup_ctx.append(_close_threads)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", _handler(chat.create)),
+            web.post("/v1/completions", _handler(completions.create)),
+            web.get("/v1/models", models.list_models),
+            web.get("/v1/models/{model:.+}", _handler(models.get_model)),
+            web.post("/tokenize", _handler(tokenize.tokenize)),
+            web.post("/detokenize", _handler(tokenize.detokenize)),
+            web.get("/health", status.health),
+            web.get("/ready", status.ready),
+            web.get("/metrics", status.metrics),
+            web.get("/workers", status.workers),
+            web.get("/openapi.json", status.openapi),
+        ]
+    )
+    return app
+
+
+def build_runner(app: web.Application) -> web.AppRunner:
+    """A server for ``app``. A client that leaves cancels its handler, whatever it awaits."""
+    header_bytes = app[API].config.limits.max_header_bytes
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        access_log=None,
+        auto_decompress=False,
+        max_line_size=header_bytes,
+        max_field_size=header_bytes,
+    )
+
+
+def _handler(handler: ApiHandler) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        result = await handler(request)
+        return result.response() if isinstance(result, ApiError) else result
+
+    return handle
+
+
+async def _drain(app: web.Application) -> None:
+    app[API].draining = True
+
+
+async def _close_threads(app: web.Application) -> AsyncIterator[None]:
+    yield
+    app[API].served.close()

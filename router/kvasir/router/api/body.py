@@ -1,0 +1,92 @@
+"""From an HTTP request's body to a validated schema object.
+
+Refuses by media type and announced length before reading anything, reads no more than the
+limit, and turns the validator's findings into one sentence that names the field.
+"""
+
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from kvasir.router.api.errors import ApiError, http_error, invalid, too_large
+from kvasir.router.api.schemas import UNKNOWN_FIELD
+from kvasir.router.config import Limits
+
+Schema = TypeVar("Schema", bound=BaseModel)
+_SHOWN_INPUT = 40
+_OWN_WORDS = frozenset({"content", "prompt", "logit_bias"})
+"""Errors of schemas.py that say all there is to say."""
+
+
+async def read(request: web.Request, schema: type[Schema], limits: Limits) -> Schema | ApiError:
+    """The body as ``schema``."""
+    limit = limits.max_body_bytes
+    if request.content_type != "application/json":
+        return http_error(
+            415,
+            "unsupported_media_type",
+            "send JSON with the header Content-Type: application/json",
+        )
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        return http_error(415, "unsupported_media_type", "send the body without Content-Encoding")
+    if (request.content_length or 0) > limit:
+        return too_large(limit)
+    body = bytearray()
+    async for part in request.content.iter_any():
+        body += part
+        if len(body) > limit:
+            return too_large(limit)
+    return parse(bytes(body), schema, limits)
+
+
+def parse(body: bytes, schema: type[Schema], limits: Limits) -> Schema | ApiError:
+    try:
+        return schema.model_validate_json(body, context=limits)
+    except ValidationError as error:
+        return _first_problem(error)
+
+
+def _first_problem(error: ValidationError) -> ApiError:
+    """The validator's first finding, in the words of the API."""
+    found = error.errors(include_url=False, include_input=False)[0]
+    kind, location, reason = found["type"], found["loc"], found["msg"]
+    if kind == "json_invalid":
+        problem = reason.removeprefix("Invalid JSON: ")
+        return invalid(None, f"the body is not valid JSON: {problem}")
+    if kind == "model_type" and not location:
+        return invalid(None, "the body must be a JSON object")
+    problem = reason.replace("Input should be", "must be").replace("should have", "must have")
+    if kind == "missing":
+        problem = "is required"
+    elif kind == UNKNOWN_FIELD:
+        location = (*location, found["ctx"]["field"][:_SHOWN_INPUT])
+    elif problem.startswith("must be") and kind not in _OWN_WORDS:
+        # The input is asked for only here: for other findings it can be the whole body.
+        problem += f", not {_shown(error.errors(include_url=False)[0]['input'])}"
+    return invalid(_path(location), problem)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """``messages[0].content`` of ("messages", 0, "content")."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        else:
+            path += f".{step}" if path else step
+    return path
+
+
+def _shown(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float() | str():
+            text = repr(value)
+            return text if len(text) <= _SHOWN_INPUT else f"{text[:_SHOWN_INPUT]}..."
+        case list():
+            return "a list"
+    return "an object"

@@ -1,0 +1,132 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from kvasir.router.api import body as bodies
+from kvasir.router.api.auth import cache_salt
+from kvasir.router.api.choice import Delta
+from kvasir.router.api.context import API, REQUEST_ID, TENANT
+from kvasir.router.api.errors import ApiError
+from kvasir.router.api.logprobs import chat_logprobs
+from kvasir.router.api.plan import Common, Plan, PlannedPrompt
+from kvasir.router.api.respond import respond
+from kvasir.router.api.responses import (
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    Usage,
+)
+from kvasir.router.api.schemas import ChatRequest
+from kvasir.router.api.served import Served
+from kvasir.router.api.validate import chat_sampling, check_chat, check_window
+from kvasir.router.text.tokenizer import ModelTokenizer
+
+
+async def create(request: web.Request) -> web.StreamResponse | ApiError:
+    api = request.app[API]
+    body = await bodies.read(request, ChatRequest, api.config.limits)
+    if isinstance(body, ApiError):
+        return body
+    served = await api.served.resolve(body.model)
+    if isinstance(served, ApiError):
+        return served
+    plan = await _plan(request, body, served)
+    if isinstance(plan, ApiError):
+        return plan
+    form = ChatFormat(request[REQUEST_ID], int(api.clock()), body, served.tokenizer)
+    return await respond(request, body, plan, form)
+
+
+async def _plan(request: web.Request, body: ChatRequest, served: Served) -> Plan | ApiError:
+    api = request.app[API]
+    if error := check_chat(body, api.config.limits, served.card):
+        return error
+    ids = await api.served.chat_ids(served, body.messages)
+    if isinstance(ids, ApiError):
+        return ids
+    if error := check_window("messages", len(ids), served.card):
+        return error
+    sampling = chat_sampling(body, len(ids), served.card)
+    if isinstance(sampling, ApiError):
+        return sampling
+    common = Common(
+        request_id=request[REQUEST_ID],
+        n=body.n or 1,
+        stops=tuple(body.stop or ()),
+        cache_salt=cache_salt(request[TENANT], body.cache_salt),
+        priority=body.priority or 0,
+    )
+    return Plan.of(common, [PlannedPrompt(tuple(ids), sampling)], served.tokenizer)
+
+
+class ChatFormat:
+    """The JSON of one chat completion."""
+
+    def __init__(
+        self, request_id: str, created: int, body: ChatRequest, tokenizer: ModelTokenizer
+    ) -> None:
+        self._id = f"chatcmpl-{request_id}"
+        self._created = created
+        self._model = body.model
+        self._scored = bool(body.logprobs)
+        self._tokenizer = tokenizer
+        self._begun: set[int] = set()
+
+    def chunk(self, delta: Delta) -> ChatChunk | None:
+        first = delta.index not in self._begun
+        if not (first or delta.text or delta.tokens or delta.finish_reason):
+            return None
+        self._begun.add(delta.index)
+        content: ChatDelta = {}
+        if first:
+            content["role"] = "assistant"
+        if first or delta.text:
+            content["content"] = delta.text
+        chunk = self._chunk()
+        chunk["choices"] = [
+            {
+                "index": delta.index,
+                "delta": content,
+                "logprobs": self._logprobs(delta) if delta.tokens else None,
+                "finish_reason": delta.finish_reason,
+            }
+        ]
+        return chunk
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        chunk = self._chunk()
+        chunk["usage"] = usage
+        return chunk
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> ChatCompletion:
+        return {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": self._logprobs(choice),
+                    "finish_reason": choice.finish_reason or "stop",
+                }
+                for choice in choices
+            ],
+            "usage": usage,
+        }
+
+    def _chunk(self) -> ChatChunk:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+            "choices": [],
+        }
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return chat_logprobs(delta.tokens, self._tokenizer) if self._scored else None

@@ -1,0 +1,114 @@
+"""POST /v1/completions."""
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from kvasir.router.api import body as bodies
+from kvasir.router.api.auth import cache_salt
+from kvasir.router.api.choice import Delta, Echo
+from kvasir.router.api.context import API, REQUEST_ID, TENANT, Api
+from kvasir.router.api.errors import ApiError
+from kvasir.router.api.logprobs import completion_logprobs
+from kvasir.router.api.plan import Common, Plan, PlannedPrompt
+from kvasir.router.api.respond import respond
+from kvasir.router.api.responses import Completion, CompletionChoice, Usage
+from kvasir.router.api.schemas import CompletionRequest
+from kvasir.router.api.served import Served
+from kvasir.router.api.validate import check_completion, check_window, completion_sampling
+from kvasir.router.text.tokenizer import ModelTokenizer
+
+
+async def create(request: web.Request) -> web.StreamResponse | ApiError:
+    api = request.app[API]
+    body = await bodies.read(request, CompletionRequest, api.config.limits)
+    if isinstance(body, ApiError):
+        return body
+    served = await api.served.resolve(body.model)
+    if isinstance(served, ApiError):
+        return served
+    plan = await _plan(request, body, served)
+    if isinstance(plan, ApiError):
+        return plan
+    form = CompletionFormat(request[REQUEST_ID], int(api.clock()), body, served.tokenizer)
+    return await respond(request, body, plan, form)
+
+
+async def _plan(request: web.Request, body: CompletionRequest, served: Served) -> Plan | ApiError:
+    api = request.app[API]
+    if error := check_completion(body, api.config.limits, served.card):
+        return error
+    prompts = []
+    for prompt in body.prompt:
+        planned = await _planned_prompt(api, body, prompt, served)
+        if isinstance(planned, ApiError):
+            return planned
+        prompts.append(planned)
+    common = Common(
+        request_id=request[REQUEST_ID],
+        n=body.n or 1,
+        stops=tuple(body.stop or ()),
+        cache_salt=cache_salt(request[TENANT], body.cache_salt),
+        priority=body.priority or 0,
+    )
+    return Plan.of(common, prompts, served.tokenizer)
+
+
+async def _planned_prompt(
+    api: Api, body: CompletionRequest, prompt: str | list[int], served: Served
+) -> PlannedPrompt | ApiError:
+    ids = await api.served.text_ids(served, prompt) if isinstance(prompt, str) else prompt
+    if isinstance(ids, ApiError):
+        return ids
+    if error := check_window("prompt", len(ids), served.card):
+        return error
+    sampling = completion_sampling(body, len(ids), served.card)
+    if isinstance(sampling, ApiError):
+        return sampling
+    echo = None
+    if body.echo:
+        text = prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
+        echo = Echo(text, ids)
+    return PlannedPrompt(tuple(ids), sampling, echo)
+
+
+class CompletionFormat:
+    """The JSON of one text completion."""
+
+    def __init__(
+        self, request_id: str, created: int, body: CompletionRequest, tokenizer: ModelTokenizer
+    ) -> None:
+        self._id = f"cmpl-{request_id}"
+        self._created = created
+        self._model = body.model
+        self._scored = body.logprobs is not None
+        self._tokenizer = tokenizer
+
+    def chunk(self, delta: Delta) -> Completion | None:
+        if not (delta.text or delta.tokens or delta.finish_reason):
+            return None
+        return self._completion([self._choice(delta)])
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        return {**self._completion([]), "usage": usage}
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> Completion:
+        return {**self._completion([self._choice(c) for c in choices]), "usage": usage}
+
+    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _choice(self, delta: Delta) -> CompletionChoice:
+        scores = completion_logprobs(delta.tokens, self._tokenizer) if self._scored else None
+        return {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": scores,
+            "finish_reason": delta.finish_reason,
+        }

@@ -1,0 +1,102 @@
+"""Runs the generations of a plan side by side and gives out what they add, as it comes.
+
+Whatever ends the caller's interest (the answer is complete, an error, a client that left)
+closes every generation, which aborts it on its worker, before this module lets go. At most
+one event per choice waits for a slow reader; nothing else is buffered here.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+
+from kvasir.router.api.choice import Choice, Delta
+from kvasir.router.api.plan import Plan
+from kvasir.router.contracts import Dispatcher, Finished, Generation, Refused
+
+Batch = list[Delta | Refused]
+
+
+@asynccontextmanager
+async def running(dispatcher: Dispatcher, plan: Plan) -> AsyncIterator[AsyncIterator[Batch]]:
+    """Starts the plan; iterate over the result, which ends when all choices have."""
+    streams = [
+        _follow(dispatcher, generation, choice)
+        for generation, choice in zip(plan.generations, plan.choices, strict=True)
+    ]
+    async with AsyncExitStack() as stack:
+        if len(streams) == 1:
+            only = await stack.enter_async_context(aclosing(streams[0]))
+            yield _one_by_one(only)
+        else:
+            merged = _Merged(streams)
+            stack.push_async_callback(merged.close)
+            yield merged
+
+
+async def _follow(
+    dispatcher: Dispatcher, generation: Generation, choice: Choice
+) -> AsyncGenerator[Delta | Refused, None]:
+    """One generation until it ends, is refused, or a stop string ends it."""
+    async with aclosing(dispatcher.generate(generation)) as events:
+        async for event in events:
+            if isinstance(event, Refused):
+                yield event
+                return
+            if isinstance(event, Finished):
+                yield choice.finish(event)
+                return
+            yield choice.feed(event)
+            if choice.finish_reason is not None:
+                return
+    raise RuntimeError(f"generation {generation.request_id} ended without Finished or Refused")
+
+
+async def _one_by_one(stream: AsyncIterator[Delta | Refused]) -> AsyncIterator[Batch]:
+    async for item in stream:
+        yield [item]
+
+
+class _Merged:
+    """Several streams as one; what has come in the meantime is given out together."""
+
+    def __init__(self, streams: list[AsyncGenerator[Delta | Refused, None]]) -> None:
+        self._queue: asyncio.Queue[Delta | Refused | Exception | None] = asyncio.Queue(len(streams))
+        self._live = len(streams)
+        self._pumps = [asyncio.create_task(self._pump(stream)) for stream in streams]
+
+    async def close(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _pump(self, stream: AsyncGenerator[Delta | Refused, None]) -> None:
+        """Ends with None, or with the exception that the reader is to see."""
+        end: Exception | None = None
+        async with aclosing(stream):
+            try:
+                async for item in stream:
+                    await self._queue.put(item)
+            except Exception as error:  # noqa: BLE001 - raised again by the reader
+                end = error
+        await self._queue.put(end)
+
+    def __aiter__(self) -> "_Merged":
+        return self
+
+    async def __anext__(self) -> Batch:
+        batch: Batch = []
+        while self._live and not batch:
+            self._take(await self._queue.get(), batch)
+            while not self._queue.empty():
+                self._take(self._queue.get_nowait(), batch)
+        if not batch:
+            raise StopAsyncIteration
+        return batch
+
+    def _take(self, item: Delta | Refused | Exception | None, batch: Batch) -> None:
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            self._live -= 1
+        else:
+            batch.append(item)

@@ -1,0 +1,145 @@
+"""The served model as the API needs it: card and tokenizer, prompts to token ids.
+
+Owns the built tokenizers (one per tokenizer hash) and the few threads on which long texts
+are rendered and encoded, so that the event loop goes on meanwhile.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvasir.proto.errors import Reason, Refusal
+from kvasir.router.api.errors import ApiError, invalid
+from kvasir.router.api.schemas import ChatMessage
+from kvasir.router.api.validate import check_window
+from kvasir.router.config import RouterConfig
+from kvasir.router.contracts import Dispatcher, ModelCard
+from kvasir.router.text.chat_template import TemplateFailure
+from kvasir.router.text.tokenizer import ModelTokenizer, TokenizerError
+
+_THREADS = 4
+_INLINE_CHARACTERS = 4096
+"""Up to here encoding takes less than a millisecond: not worth a change of thread."""
+_POLL_SECONDS = 0.05
+_RETRY_AFTER = 5.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    card: ModelCard
+    tokenizer: ModelTokenizer
+
+
+class ServedModel:
+    """Asks the dispatcher for the model when a request needs it."""
+
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvasir-text")
+        self._slots = asyncio.Semaphore(_THREADS)
+        self._building = asyncio.Lock()
+        self._built: tuple[str, ModelTokenizer] | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def resolve(self, name: str | None) -> Served | ApiError:
+        """The model called ``name`` (None: whichever is served).
+
+        Waits for a first worker for as long as the settings say.
+        """
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._config.no_worker_timeout
+        while True:
+            card = self._dispatcher.model()
+            if card is not None and name not in (None, card.name):
+                message = f"model '{name}' is not served here; '{card.name}' is"
+                return ApiError.of(Refusal(Reason.MODEL_NOT_FOUND, message, "model"))
+            tokenizer = await self._tokenizer(card) if card else None
+            if isinstance(tokenizer, ApiError):
+                return tokenizer
+            if card and tokenizer:
+                return Served(card, tokenizer)
+            if loop.time() >= give_up:
+                return _no_worker()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _tokenizer(self, card: ModelCard) -> ModelTokenizer | ApiError | None:
+        if self._built and self._built[0] == card.tokenizer_hash:
+            return self._built[1]
+        async with self._building:
+            if self._built and self._built[0] == card.tokenizer_hash:
+                return self._built[1]
+            files = await self._dispatcher.tokenizer_files()
+            if files is None:
+                return None
+            try:
+                tokenizer = await asyncio.to_thread(ModelTokenizer.from_files, files)
+            except TokenizerError as error:
+                return ApiError.of(Refusal(Reason.INTERNAL, str(error)))
+            self._built = (card.tokenizer_hash, tokenizer)
+            return tokenizer
+
+    async def chat_ids(
+        self, served: Served, messages: list[ChatMessage], *, add_special_tokens: bool = True
+    ) -> list[int] | ApiError:
+        """Token ids of a conversation, rendered with the model's chat template."""
+        template, timeout = served.tokenizer.template, self._config.limits.template_timeout
+        if template is None:
+            return invalid("messages", "cannot be used: this model has no chat template")
+        plain = [_plain(message) for message in messages]
+
+        def render_and_encode() -> list[int] | ApiError:
+            text = template.render(plain, timeout=timeout)
+            if isinstance(text, TemplateFailure):
+                return ApiError.of(Refusal(Reason.INVALID_REQUEST, text.message, "messages"))
+            return _encode(served, text, "messages", add_special_tokens)
+
+        return await self._in_thread(render_and_encode, "messages")
+
+    async def text_ids(
+        self, served: Served, text: str, *, add_special_tokens: bool = True
+    ) -> list[int] | ApiError:
+        """Token ids of a plain prompt."""
+        if len(text) <= _INLINE_CHARACTERS:
+            return _encode(served, text, "prompt", add_special_tokens)
+        return await self._in_thread(
+            lambda: _encode(served, text, "prompt", add_special_tokens), "prompt"
+        )
+
+    async def _in_thread(
+        self, work: Callable[[], Result | ApiError], param: str
+    ) -> Result | ApiError:
+        """Run ``work``, within the time limit counted from when it has a thread."""
+        timeout = self._config.limits.template_timeout
+        loop = asyncio.get_running_loop()
+        async with self._slots:
+            try:
+                return await asyncio.wait_for(loop.run_in_executor(self._threads, work), timeout)
+            except TimeoutError:
+                return invalid(param, f"took longer than {timeout:g} s to turn into tokens")
+
+
+def _encode(
+    served: Served, text: str, param: str, add_special_tokens: bool
+) -> list[int] | ApiError:
+    """Token ids of a text; one that is surely too long is refused without encoding it."""
+    error = check_window(param, served.tokenizer.fewest_tokens(text), served.card)
+    return error or served.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    """What a template sees. None of them knows the newer name of the system role."""
+    role = "system" if message.role == "developer" else message.role
+    plain = {"role": role, "content": message.content}
+    return plain | {"name": message.name} if message.name is not None else plain
+
+
+def _no_worker() -> ApiError:
+    message = "no worker of the model is ready yet; try again shortly"
+    return ApiError.of(Refusal(Reason.NO_CAPACITY, message), _RETRY_AFTER)

@@ -1,0 +1,143 @@
+"""The `kvasir-router` process: its arguments, start-up, signals and exit codes.
+
+0   stopped by SIGTERM or SIGINT, open requests finished
+2   could not start: one line on stderr says what to mend
+143 a second signal: stopped at once
+"""
+
+import argparse
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from kvasir.router import logs
+from kvasir.router.api.app import build_app, build_runner
+from kvasir.router.config import RouterConfig
+from kvasir.router.dispatcher import running_dispatcher
+
+_EXIT_UNUSABLE = 2
+_EXIT_KILLED = 143
+
+_log = logging.getLogger("kvasir.router")
+
+
+class StartError(Exception):
+    """Why the router cannot start; the message names the field or file, and the fix."""
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="kvasir-router", description="Serve the OpenAI API in front of workers."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="JSON of RouterConfig")
+    parser.add_argument("--state-file", type=Path, help="where to say how far the start-up is")
+    args = parser.parse_args()
+    logs.configure()
+    try:
+        config = read_config(args.config)
+        state = StateFile(args.state_file)
+        asyncio.run(_serve(config, state))
+    except StartError as error:
+        print(f"kvasir-router: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
+        return _EXIT_UNUSABLE
+    return 0
+
+
+def read_config(path: Path) -> RouterConfig:
+    """Raises StartError, which names each bad field."""
+    try:
+        return RouterConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise StartError(f"--config {path}: {error.strerror}") from error
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
+            for fault in error.errors(include_url=False, include_input=False)
+        )
+        raise StartError(f"--config {path}: {faults}") from error
+
+
+class StateFile:
+    """Says how far this process is; replaced by rename, so that nobody reads half of it."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Without a path nothing is written. Raises StartError if it cannot be."""
+        self._path = path
+        try:
+            self.write("starting")
+        except OSError as error:
+            raise StartError(f"--state-file {path}: {error.strerror}") from error
+
+    def write(self, phase: str, **more: str) -> None:
+        if self._path is None:
+            return
+        state = {"phase": phase, "detail": "", "pid": os.getpid(), **more}
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(state) + "\n", encoding="utf-8")
+        draft.replace(self._path)
+
+
+async def _serve(config: RouterConfig, state: StateFile) -> None:
+    """Serve until told to stop. Raises StartError."""
+    stop = _stop_on_signals()
+    registry = CollectorRegistry()
+    async with running_dispatcher(config, registry) as dispatcher:
+        runner = build_runner(build_app(config, dispatcher, registry))
+        await runner.setup()
+        try:
+            address = await _listen(runner, config)
+            state.write("ready", address=address)
+            _log.info("ready router=%s address=%s", config.router_id, address)
+            await stop.wait()
+            state.write("draining", address=address)
+        finally:
+            # Stops to accept, waits for open requests, then cancels what is left.
+            await runner.cleanup()
+    _log.info("stopped")
+
+
+async def _listen(runner: web.AppRunner, config: RouterConfig) -> str:
+    """Open the port; gives host:port."""
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        where = f"cannot listen on host {config.host}, port {config.port}"
+        if error.errno == errno.EADDRINUSE:
+            fix = "the port is in use; stop what uses it, or choose another port (0: a free one)"
+        else:
+            fix = f"{error.strerror}; set host to an address of this machine"
+        raise StartError(f"{where}: {fix}") from error
+    host, port = runner.addresses[0][:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set at the first SIGTERM or SIGINT; a second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            _log.warning("second signal, stopping at once signal=%s", number.name)
+            logging.shutdown()
+            os._exit(_EXIT_KILLED)
+        _log.info("stopping signal=%s", number.name)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Where one generation goes: the choice applied to the fleet, and the charge it makes."""
+
+import random
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from kvasir.proto.blocks import block_hashes, cacheable_blocks
+from kvasir.router.config import Disaggregation
+from kvasir.router.contracts import Generation
+from kvasir.router.cost import (
+    DECODE_WEIGHTS,
+    PREFILL_WEIGHTS,
+    Decision,
+    Group,
+    PrefillWork,
+    choose,
+    disaggregate,
+)
+from kvasir.router.fleet import Fleet
+from kvasir.router.member import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A choice made and charged under ``wire_id``."""
+
+    wire_id: str
+    group: Group
+    decode: Member
+    prefill: Member | None
+    """Computes the prompt; None: the decode worker does."""
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The tokens to compute, with their chain for one block size."""
+
+    num_tokens: int
+    chain: list[bytes]
+    cached: dict[str, int]
+    """Worker -> leading tokens in its cache."""
+
+    def uncached(self, worker: str) -> int:
+        return self.num_tokens - self.cached.get(worker, 0)
+
+
+class Placer:
+    """Chooses workers for generations and keeps their loads charged."""
+
+    def __init__(self, fleet: Fleet, settings: Disaggregation, rng: random.Random) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._rng = rng
+
+    def place(
+        self,
+        generation: Generation,
+        wire_id: str,
+        output_ids: Sequence[int],
+        *,
+        began: Group | None,
+        exclude: Container[str],
+    ) -> Placement | None:
+        """Choose and charge. None: no eligible worker outside ``exclude``.
+
+        Args:
+            generation: what to serve.
+            wire_id: names this attempt.
+            output_ids: tokens already given, computed like prompt tokens.
+            began: group of the worker that gave them; None for a new request.
+            exclude: workers that have refused this generation.
+        """
+        prompts: dict[int, _Prompt] = {}
+        best: tuple[float, Group, str] | None = None
+        for group, loads in self._fleet.decode_groups(began):
+            prompt = prompts.get(group.block_size)
+            if prompt is None:
+                prompt = self._prompt(generation, output_ids, group.block_size)
+                prompts[group.block_size] = prompt
+            found = choose(loads, prompt.cached, DECODE_WEIGHTS.uncached, self._rng, exclude)
+            if found is not None and (best is None or found[1] < best[0]):
+                best = (found[1], group, found[0])
+        if best is None:
+            return None
+        _, group, worker = best
+        prompt = prompts[group.block_size]
+        decode = self._fleet.member(worker)
+        prefill, decision = self._prefill_worker(generation, group, decode, prompt)
+        placement = Placement(wire_id, group, decode, prefill, decision)
+        self._charge(placement, prompt)
+        return placement
+
+    def computed(self, placement: Placement) -> None:
+        """The prompt is computed: its first token is here."""
+        if placement.prefill is not None:
+            placement.prefill.load.release(placement.wire_id)
+            self._fleet.refresh(placement.prefill)
+        placement.decode.load.computed(placement.wire_id)
+        self._fleet.refresh(placement.decode)
+
+    def release(self, placement: Placement) -> None:
+        """The attempt is over, however it went. Idempotent."""
+        for member in (placement.decode, placement.prefill):
+            if member is not None:
+                member.load.release(placement.wire_id)
+                self._fleet.refresh(member)
+
+    def _prompt(
+        self, generation: Generation, output_ids: Sequence[int], block_size: int
+    ) -> _Prompt:
+        tokens = (*generation.prompt_ids, *output_ids)
+        chain = block_hashes(tokens, block_size, generation.cache_salt)
+        usable = chain[: cacheable_blocks(len(tokens), block_size)]
+        if generation.sampling.prompt_logprobs is not None and not output_ids:
+            usable = []  # logprobs of the prompt need all of it computed
+        depths = self._fleet.index.match(usable)
+        return _Prompt(len(tokens), chain, {w: n * block_size for w, n in depths.items()})
+
+    def _prefill_worker(
+        self, generation: Generation, group: Group, decode: Member, prompt: _Prompt
+    ) -> tuple[Member | None, Decision]:
+        if generation.sampling.prompt_logprobs is not None:
+            return None, Decision.LOCAL_OFF  # they do not travel between workers
+        loads = self._fleet.pools.prefill(group)
+        found = choose(loads, prompt.cached, PREFILL_WEIGHTS.uncached, self._rng)
+        member = None if found is None else self._fleet.member(found[0])
+        decision = disaggregate(
+            self._settings.mode,
+            self._settings.min_uncached_tokens,
+            _work(decode, prompt),
+            None if member is None else _work(member, prompt),
+        )
+        return (member if decision is Decision.REMOTE else None), decision
+
+    def _charge(self, placement: Placement, prompt: _Prompt) -> None:
+        """Who computes is charged the computing; who decodes, the KV; both will hold it."""
+        decode, prefill = placement.decode, placement.prefill
+        uncached = prompt.uncached(decode.worker_id)
+        decode.load.charge(
+            placement.wire_id,
+            prefill_tokens=uncached if prefill is None else 0,
+            kv_tokens=prompt.num_tokens,
+            new_tokens=uncached,
+        )
+        if prefill is not None:
+            uncached = prompt.uncached(prefill.worker_id)
+            prefill.load.charge(
+                placement.wire_id,
+                prefill_tokens=uncached,
+                kv_tokens=prompt.num_tokens,
+                new_tokens=uncached,
+            )
+        for member in (decode, prefill):
+            if member is not None:
+                self._fleet.index.speculate(member.worker_id, prompt.chain)
+                self._fleet.refresh(member)
+
+
+def _work(member: Member, prompt: _Prompt) -> PrefillWork:
+    return PrefillWork(member.load.queued_prefill_tokens, prompt.uncached(member.worker_id))

@@ -1,0 +1,257 @@
+"""One generation on its way through the fleet: attempts, retries, replays.
+
+    place -> submit -> tokens ... finish
+      ^         |          |
+      |      refused     lost          each token is given to the caller exactly once:
+      +---------+----------+           a new attempt carries the tokens given so far
+
+Invariants
+- The last event is Finished only if a worker said so; everything else ends in Refused.
+- However it ends, the worker is told to abort what it still runs, and charges are released.
+- A replay goes only to workers with the same weights.
+- A refusal for which another worker may help (``Codes.retry_elsewhere``) moves on to
+  another one; any other is the caller's answer. Only INTERNAL opens the worker's breaker.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvasir.proto.errors import Reason, Refusal
+from kvasir.proto.v1 import engine_pb2 as pb
+from kvasir.router.config import RouterConfig
+from kvasir.router.contracts import (
+    Finished,
+    FinishReason,
+    Generation,
+    GenerationEvent,
+    Refused,
+)
+from kvasir.router.convert import first_event, next_event, submit_to_proto
+from kvasir.router.cost import Group
+from kvasir.router.fleet import Fleet
+from kvasir.router.metrics import RouterMetrics
+from kvasir.router.placement import Placement, Placer
+from kvasir.router.worker_link import Ending, OutputQueue
+
+QUEUE_RETRY_AFTER = 1.0
+CAPACITY_RETRY_AFTER = 5.0
+"""A worker takes seconds to come up; queues move faster."""
+
+MAX_LOSSES = 4
+"""Workers lost in a row without a token between: such a request may be what kills them."""
+MAX_REFUSALS = 16
+REPLAY_BACKOFF = 0.25
+"""Between rounds of asking workers that are all full to take a replay."""
+
+_FINISH = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Seconds that only move forward, and seconds since the Unix epoch."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+
+
+class Serving:
+    """State of one generation."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        config: RouterConfig,
+        fleet: Fleet,
+        placer: Placer,
+        metrics: RouterMetrics,
+        clocks: Clocks,
+    ) -> None:
+        self._generation = generation
+        self._config = config
+        self._fleet = fleet
+        self._placer = placer
+        self._metrics = metrics
+        self._clocks = clocks
+        self._output_ids: list[int] = []
+        self._began: Group | None = None
+        self._attempts = 0
+        self._losses = 0
+        self._was_lost = False
+        self._refused_by: set[str] = set()
+        self._refusals = 0
+        self._last_refusal: Refusal | None = None
+
+    async def events(self) -> AsyncGenerator[GenerationEvent]:
+        """All events, ending with Finished or Refused. Close it to abort."""
+        while True:
+            placement = await self._place()
+            if isinstance(placement, Refused):
+                yield placement
+                return
+            async with aclosing(self._attempt(placement)) as events:
+                async for event in events:
+                    yield event
+                    if isinstance(event, Finished | Refused):
+                        return
+
+    # --- placing ---------------------------------------------------------------------------
+
+    async def _place(self) -> Placement | Refused:
+        """Wait for a worker; the time limit depends on whether the caller has tokens."""
+        patience = self._config.replay_timeout if self._was_lost else self._config.no_worker_timeout
+        until = self._clocks.monotonic() + patience
+        while True:
+            remaining = until - self._clocks.monotonic()
+            if self._seconds_left() <= 0:
+                return _deadline_exceeded()
+            placement = self._try_place()
+            if placement is not None:
+                return placement
+            if self._refused_by and self._fleet.decode_groups(self._began):
+                if not self._output_ids and self._last_refusal is not None:
+                    return _refused(self._last_refusal)
+                self._refused_by.clear()
+                remaining = min(remaining, REPLAY_BACKOFF)
+            if until <= self._clocks.monotonic():
+                return self._no_capacity(patience)
+            await self._fleet.changed(min(remaining, self._seconds_left()))
+
+    def _try_place(self) -> Placement | None:
+        wire_id = self._generation.request_id
+        if self._attempts:
+            # A worker that has not noticed the break yet would refuse the same id again.
+            wire_id = f"{wire_id}~{self._attempts}"
+        with self._metrics.choice_seconds.time():
+            placement = self._placer.place(
+                self._generation,
+                wire_id,
+                self._output_ids,
+                began=self._began,
+                exclude=self._refused_by,
+            )
+        if placement is not None:
+            self._attempts += 1
+            self._metrics.disaggregated.labels(placement.decision.value).inc()
+        return placement
+
+    def _seconds_left(self) -> float:
+        deadline = self._generation.deadline
+        return float("inf") if deadline is None else deadline - self._clocks.wall()
+
+    def _no_capacity(self, patience: float) -> Refused:
+        what = "No worker took over in time" if self._was_lost else "No worker is ready"
+        message = f"{what} (waited {patience:g} s); try again later."
+        return Refused(Refusal(Reason.NO_CAPACITY, message), CAPACITY_RETRY_AFTER)
+
+    # --- one attempt -----------------------------------------------------------------------
+
+    async def _attempt(self, placement: Placement) -> AsyncGenerator[GenerationEvent]:
+        """Events of one worker. Ends without a last event if another attempt is due."""
+        prefill = placement.prefill
+        submit = submit_to_proto(
+            self._generation,
+            placement.wire_id,
+            self._output_ids,
+            None if prefill is None else prefill.prefill_peer(),
+        )
+        link = placement.decode.link
+        queue = link.submit(submit)
+        timer = self._start_timer(queue)
+        running = True
+        try:
+            while running:
+                output = await queue.get()
+                if output is Ending.DEADLINE:
+                    yield _deadline_exceeded()
+                    return
+                if output is Ending.LOST:
+                    running = False
+                    gave_up = self._count_loss()
+                    if gave_up is not None:
+                        yield gave_up
+                    return
+                running = output.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+                if output.token_ids:
+                    yield self._tokens(output, placement)
+                if not running:
+                    last = self._finish(output, placement)
+                    if last is not None:
+                        yield last
+        finally:
+            if timer is not None:
+                timer.cancel()
+            link.leave(placement.wire_id, abort=running)
+            self._placer.release(placement)
+
+    def _start_timer(self, queue: OutputQueue) -> asyncio.TimerHandle | None:
+        """One timer for the whole attempt costs nothing per token."""
+        if self._generation.deadline is None:
+            return None
+        loop = asyncio.get_running_loop()
+        return loop.call_later(self._seconds_left(), queue.put_nowait, Ending.DEADLINE)
+
+    def _tokens(self, output: pb.SequenceOutput, placement: Placement) -> GenerationEvent:
+        if output.HasField("prefill"):
+            self._placer.computed(placement)
+            broke = output.prefill.outcome == pb.PREFILL_OUTCOME_RECOMPUTED
+            if broke and placement.prefill is not None:
+                self._fleet.trip(placement.prefill)
+        first = not self._output_ids
+        self._output_ids.extend(output.token_ids)
+        self._losses = 0
+        if not first:
+            return next_event(output)
+        self._began = placement.group
+        return first_event(output, placement.decode.worker_id)
+
+    def _finish(self, output: pb.SequenceOutput, placement: Placement) -> Finished | Refused | None:
+        """The last event; None if another attempt is due."""
+        reason = _FINISH.get(output.finish_reason)
+        if reason is not None:
+            return Finished(reason)
+        if output.finish_reason == pb.FINISH_REASON_REFUSED:
+            return self._take_refusal(Refusal.from_proto(output.refusal), placement)
+        # Nobody here asked for an abort, so the worker is being stopped: as good as lost.
+        return self._count_loss()
+
+    def _take_refusal(self, refusal: Refusal, placement: Placement) -> Refused | None:
+        self._refusals += 1
+        self._last_refusal = refusal
+        if refusal.reason is Reason.INTERNAL:
+            self._fleet.trip(placement.decode)
+        if not refusal.codes.retry_elsewhere or self._refusals >= MAX_REFUSALS:
+            return _refused(refusal)
+        if refusal.reason is Reason.DRAINING:
+            self._fleet.mark_draining(placement.decode)
+        else:
+            self._refused_by.add(placement.decode.worker_id)
+        self._metrics.retries.inc()
+        return None
+
+    def _count_loss(self) -> Refused | None:
+        self._was_lost = True
+        self._losses += 1
+        if self._losses >= MAX_LOSSES:
+            message = f"The worker was lost {self._losses} times in a row; giving up."
+            return Refused(Refusal(Reason.INTERNAL, message))
+        self._metrics.replays.inc()
+        return None
+
+
+def _refused(refusal: Refusal) -> Refused:
+    if refusal.reason is Reason.QUEUE_FULL:
+        return Refused(refusal, QUEUE_RETRY_AFTER)
+    if refusal.codes.http == 503:
+        return Refused(refusal, CAPACITY_RETRY_AFTER)
+    return Refused(refusal)
+
+
+def _deadline_exceeded() -> Refused:
+    message = "The request's deadline passed before the answer was complete."
+    return Refused(Refusal(Reason.DEADLINE_EXCEEDED, message))

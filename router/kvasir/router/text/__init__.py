@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, chat template, detokenizer, stop strings. No I/O, no HTTP."""

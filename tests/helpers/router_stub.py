@@ -1,0 +1,57 @@
+"""A real HTTP server that answers as a router does, with answers that the test chooses."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class RouterStub:
+    """``get``: path to body; ``completions``: one list of raw SSE lines for each request."""
+
+    get: dict[str, Any] = field(default_factory=dict)
+    completions: list[list[str]] = field(default_factory=list)
+    status: int = 200
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+
+def chunk(content: str) -> str:
+    """One server-sent event with a piece of an answer."""
+    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': content}}]})}"
+
+
+@contextmanager
+def running(stub: RouterStub) -> Iterator[RouterStub]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200 if self.path in stub.get else 404, json.dumps(stub.get.get(self.path)))
+
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            stub.requests.append(json.loads(self.rfile.read(length)))
+            lines = stub.completions.pop(0)
+            self._send(stub.status, "".join(f"{line}\n\n" for line in lines))
+
+        def _send(self, status: int, body: str) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as inherited
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    stub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield stub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,637 @@
+"""The router's HTTP side over sockets, in front of a dispatcher that tests control."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from helpers.bundled_tokenizer import IM_END, VOCAB_SIZE, tokenizer
+from helpers.fake_dispatcher import CARD, FakeDispatcher, Script
+from helpers.http_server import serving
+from kvasir.proto.errors import Reason, Refusal
+from kvasir.router.api.validate import child_seed
+from kvasir.router.contracts import Dispatcher, Generation, GenerationEvent, Refused
+
+CHAT: dict[str, Any] = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
+TEXT: dict[str, Any] = {"model": "smollm2", "prompt": "Hi", "max_tokens": 64}
+STORY = "Once upon a time, a small ☃ met a 😀 robot.\n\nThe end."
+
+
+def says(text: str, *, end: bool = True) -> Script:
+    ids = [*tokenizer().encode(text), *([IM_END] if end else [])]
+    return lambda _: ids
+
+
+def endless(_: Generation) -> list[int]:
+    return [5000] * 2000
+
+
+async def post(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> tuple[int, Any, Any]:
+    async with session.post(url, json=body) as response:
+        return response.status, response.headers, await response.json()
+
+
+async def events(response: aiohttp.ClientResponse) -> list[Any]:
+    """The data of all events; JSON but for [DONE]."""
+    text = await response.text()
+    assert text.endswith("\n\n")
+    data = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        assert block.startswith("data: ")
+        assert "\n" not in block
+        payload = block.removeprefix("data: ")
+        data.append(payload if payload == "[DONE]" else json.loads(payload))
+    return data
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + 30
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.01)
+
+
+async def raw_request(url: str, head: bytes) -> bytes:
+    """Sends bytes as they are, which no client library would; gives the status line."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head)
+    status = await asyncio.wait_for(reader.readline(), 30)
+    writer.close()
+    await writer.wait_closed()
+    return status
+
+
+def test_the_fake_is_a_dispatcher() -> None:
+    dispatcher: Dispatcher = FakeDispatcher(endless)
+    assert dispatcher.ready()
+
+
+async def test_a_whole_chat_answer() -> None:
+    fake = FakeDispatcher(says(STORY), cached_tokens=16)
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        status, headers, body = await post(session, "/v1/chat/completions", CHAT | {"seed": 5})
+    assert status == 200
+    assert body["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": STORY,
+        "refusal": None,
+    }
+    assert body["choices"][0]["finish_reason"] == "stop"
+    answer_tokens = len(tokenizer().encode(STORY)) + 1
+    prompt_tokens = len(fake.asked[0].prompt_ids)
+    assert body["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
+    assert headers["x-kvasir-decode-worker"] == "decode-0"
+    assert headers["x-kvasir-prefill-worker"] == "prefill-0"
+    assert body["id"] == f"chatcmpl-{headers['x-request-id']}"
+    asked = fake.asked[0]
+    assert asked.request_id == f"{headers['x-request-id']}-0"
+    assert asked.sampling.seed == 5
+    assert asked.sampling.max_tokens == CARD.max_model_len - prompt_tokens
+    assert not fake.aborted
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
+async def test_a_stream_is_the_whole_answer_in_pieces(tokens_per_event: int) -> None:
+    fake = FakeDispatcher(says(STORY), tokens_per_event=tokens_per_event)
+    request = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+    async with (
+        serving(fake) as url,
+        aiohttp.ClientSession(url) as session,
+        session.post("/v1/chat/completions", json=request) as response,
+    ):
+        assert response.content_type == "text/event-stream"
+        assert response.headers["x-kvasir-decode-worker"] == "decode-0"
+        assert response.headers["x-request-id"]
+        *chunks, usage, done = await events(response)
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(tokenizer().encode(STORY)) + 1
+    assert all(chunk["usage"] is None for chunk in chunks)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    pieces = [delta.get("content", "") for delta in deltas]
+    assert "".join(pieces) == STORY
+    assert not any("\ufffd" in piece for piece in pieces)
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens_per_event", [1, 7])
+async def test_a_stop_string_ends_and_aborts(stream: bool, tokens_per_event: int) -> None:
+    stop = "met a"
+    fake = FakeDispatcher(says(STORY), tokens_per_event=tokens_per_event)
+    request = TEXT | {"stop": [stop, "never"], "stream": stream}
+    async with (
+        serving(fake) as url,
+        aiohttp.ClientSession(url) as session,
+        session.post("/v1/completions", json=request) as response,
+    ):
+        if stream:
+            *chunks, done = await events(response)
+            assert done == "[DONE]"
+        else:
+            chunks = [await response.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == STORY[: STORY.index(stop)]
+    assert choices[-1]["finish_reason"] == "stop"
+    assert fake.aborted == [fake.asked[0].request_id]
+    assert not fake.live
+    if not stream:
+        before = STORY[: STORY.index(stop) + len(stop)]
+        assert chunks[0]["usage"]["completion_tokens"] == len(tokenizer().encode(before))
+
+
+async def test_a_held_back_false_start_is_shown_at_the_end() -> None:
+    fake = FakeDispatcher(says("one two thr", end=False))
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        _, _, body = await post(session, "/v1/completions", TEXT | {"stop": "three"})
+    assert body["choices"][0]["text"] == "one two thr"
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+async def test_min_tokens_keeps_stop_strings_from_ending_early() -> None:
+    fake = FakeDispatcher(says("a b a b a b"))
+    request = TEXT | {"stop": " b", "min_tokens": 3}
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        _, _, body = await post(session, "/v1/completions", request)
+    assert body["choices"][0]["text"] == "a b a"
+
+
+async def test_a_stop_token_s_text_is_not_shown() -> None:
+    ids = tokenizer().encode("one two three")
+    fake = FakeDispatcher(lambda _: ids)
+    request = TEXT | {"stop_token_ids": [ids[-1]]}
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        _, _, body = await post(session, "/v1/completions", request)
+    assert body["choices"][0]["text"] == "one two"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == len(ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_run_side_by_side_under_their_own_ids_and_seeds(stream: bool) -> None:
+    def by_seed(generation: Generation) -> list[int]:
+        return tokenizer().encode(f"seed {generation.sampling.seed}")
+
+    fake = FakeDispatcher(by_seed)
+    request = TEXT | {"prompt": ["Hi", "Ho"], "n": 3, "seed": 9, "stream": stream}
+    async with (
+        serving(fake) as url,
+        aiohttp.ClientSession(url) as session,
+        session.post("/v1/completions", json=request) as response,
+    ):
+        request_id = response.headers["x-request-id"]
+        chunks = (await events(response))[:-1] if stream else [await response.json()]
+    texts = dict.fromkeys(range(6), "")
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    seeds = [child_seed(9, child) for child in range(3)] * 2
+    assert list(texts.values()) == [f"seed {seed}" for seed in seeds]
+    assert sorted(g.request_id for g in fake.asked) == [f"{request_id}-{i}" for i in range(6)]
+    if not stream:
+        assert [choice["index"] for choice in chunks[0]["choices"]] == list(range(6))
+        assert chunks[0]["usage"]["prompt_tokens"] == 2
+    else:
+        order = [chunk["choices"][0]["index"] for chunk in chunks]
+        assert order != sorted(order)
+
+
+async def test_chat_logprobs_have_the_bytes_of_parts_of_characters() -> None:
+    fake = FakeDispatcher(says("a☃", end=False))
+    request = CHAT | {"logprobs": True, "top_logprobs": 2}
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        _, _, body = await post(session, "/v1/chat/completions", request)
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == body["usage"]["completion_tokens"] > 2
+    assert bytes(b for token in content for b in token["bytes"]) == "a☃".encode()
+    shown = [content[0], content[0]["top_logprobs"][0]]
+    assert [token["token"] for token in shown] == ["a", "a"]
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completion_logprobs_with_echo(stream: bool) -> None:
+    fake = FakeDispatcher(says(" there ☃ you", end=False))
+    request = TEXT | {"prompt": "Hello", "echo": True, "logprobs": 3, "stream": stream}
+    async with (
+        serving(fake) as url,
+        aiohttp.ClientSession(url) as session,
+        session.post("/v1/completions", json=request) as response,
+    ):
+        chunks = (await events(response))[:-1] if stream else [await response.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(choice["text"] for choice in choices)
+    assert text == "Hello there ☃ you"
+    scores: dict[str, list[Any]] = {}
+    for choice in choices:
+        for key, values in choice["logprobs"].items():
+            scores.setdefault(key, []).extend(values)
+    assert scores["token_logprobs"][0] is None
+    assert scores["top_logprobs"][0] is None
+    assert all(len(top) == 3 for top in scores["top_logprobs"][1:])
+    prompt_tokens = len(tokenizer().encode("Hello"))
+    assert len(scores["tokens"]) == prompt_tokens + len(tokenizer().encode(" there ☃ you"))
+    for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
+        assert token.startswith("bytes:") or text[offset:].startswith(token)
+
+
+async def test_token_id_prompts_and_their_echo() -> None:
+    ids = tokenizer().encode("One two")
+    fake = FakeDispatcher(says(" three", end=False))
+    request = TEXT | {"prompt": [ids, [1, *ids]], "echo": True}
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        _, _, body = await post(session, "/v1/completions", request)
+    assert [c["text"] for c in body["choices"]] == [
+        "One two three",
+        "<|im_start|>One two three",
+    ]
+    assert [g.prompt_ids for g in fake.asked] == [tuple(ids), (1, *ids)]
+
+
+async def test_sampling_fields_reach_the_dispatcher() -> None:
+    fields = {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": 2},
+        "min_tokens": 2,
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "stop_token_ids": [3],
+    }
+    fake = FakeDispatcher(says(STORY))
+    request = TEXT | fields | {"cache_salt": "s", "priority": -3}
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        assert (await post(session, "/v1/completions", request))[0] == 200
+    asked = fake.asked[0]
+    got = {name: getattr(asked.sampling, name) for name in fields}
+    assert got == fields | {"logit_bias": {5: 2.0}, "stop_token_ids": (3,)}
+    assert (asked.cache_salt, asked.priority) == (b"s", -3)
+
+
+async def test_chat_and_tokenize_agree_and_detokenize_goes_back() -> None:
+    fake = FakeDispatcher(says("x"))
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        await post(session, "/v1/chat/completions", CHAT)
+        _, _, tokens = await post(session, "/tokenize", {"messages": CHAT["messages"]})
+        assert tuple(tokens["tokens"]) == fake.asked[0].prompt_ids
+        assert tokens["count"] == len(tokens["tokens"])
+        assert tokens["max_model_len"] == 2048
+        _, _, text = await post(session, "/detokenize", {"tokens": tokens["tokens"]})
+        _, _, again = await post(session, "/tokenize", {"prompt": text["prompt"]})
+        assert again["tokens"] == tokens["tokens"]
+        assert (await post(session, "/tokenize", {}))[0] == 400
+        status, _, body = await post(session, "/detokenize", {"tokens": [VOCAB_SIZE]})
+        assert (status, body["error"]["param"]) == (400, "tokens")
+
+
+def _word(count: int) -> str:
+    return "word " * count
+
+
+BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    ("chat/completions", CHAT | {"messages": []}, 400, "messages", "at least 1"),
+    ("chat/completions", CHAT | {"messages": "hello"}, 400, "messages", "list"),
+    ("chat/completions", CHAT | {"temperature": -1}, 400, "temperature", "not -1"),
+    ("chat/completions", CHAT | {"n": 1000}, 400, "n", "at most 16"),
+    ("chat/completions", CHAT | {"stop": ["x"] * 1000}, 400, "stop", "at most 16"),
+    ("chat/completions", CHAT | {"logit_bias": {"999999": 1}}, 400, "logit_bias", "999999"),
+    ("chat/completions", CHAT | {"model": "other"}, 404, "model", "smollm2"),
+    ("chat/completions", CHAT | {"tools": [{}]}, 400, "tools", "not supported"),
+    (
+        "chat/completions",
+        CHAT | {"messages": [{"role": "user", "content": _word(3000)}]},
+        400,
+        "messages",
+        "2048",
+    ),
+    ("completions", TEXT | {"prompt": ""}, 400, "prompt", "empty"),
+    ("completions", TEXT | {"prompt": [VOCAB_SIZE]}, 400, "prompt", "49152"),
+    ("completions", TEXT | {"prompt": _word(3000)}, 400, "prompt", "2048"),
+    ("completions", TEXT | {"prompt": _word(1_000_000)}, 400, "prompt", "2048"),
+    ("completions", TEXT | {"prompt": [1] * 2048}, 400, "prompt", "2048"),
+    ("completions", TEXT | {"max_tokens": 2048}, 400, "max_tokens", "at most 2047"),
+    ("completions", TEXT | {"min_tokens": 65}, 400, "min_tokens", "64"),
+    ("completions", {"prompt": "Hi"}, 400, "model", "required"),
+]
+
+
+async def test_bad_requests_are_named_and_the_server_lives() -> None:
+    fake = FakeDispatcher(says("x"))
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        for path, request, status, param, phrase in BAD:
+            got, headers, body = await post(session, f"/v1/{path}", request)
+            error = body["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (got, error["param"]) == (status, param), error
+            assert phrase in error["message"]
+            assert headers["x-request-id"]
+        assert not fake.asked
+        assert (await post(session, "/v1/completions", TEXT))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status"),
+    [
+        (b"{not json", {}, 400),
+        (b"\xff\xfe", {}, 400),
+        (b"[]", {}, 400),
+        (b"", {}, 400),
+        (b"[" * 100_000, {}, 400),
+        (json.dumps(TEXT).encode(), {"Content-Type": "text/plain"}, 415),
+        (json.dumps(TEXT).encode(), {"Content-Encoding": "gzip"}, 415),
+        (io.BytesIO(b"x" * 40_000_000), {}, 413),
+    ],
+    ids=["malformed", "utf8", "list", "empty", "deep", "type", "encoding", "40MB"],
+)
+async def test_bad_bodies(data: bytes | io.BytesIO, headers: dict[str, str], status: int) -> None:
+    fake = FakeDispatcher(says("x"))
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        sent = {"Content-Type": "application/json"} | headers
+        async with session.post("/v1/completions", data=data, headers=sent) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["message"]
+        assert (await post(session, "/v1/completions", TEXT))[0] == 200
+
+
+async def test_a_large_body_is_refused_before_it_is_sent() -> None:
+    """Only the head is sent: the answer must not wait for 40 MB that never come."""
+    async with serving(FakeDispatcher(says("x"))) as url:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 40000000\r\n\r\n"
+        )
+        assert b" 413 " in await raw_request(url, head)
+
+
+async def test_a_chunked_body_is_read_no_further_than_the_limit() -> None:
+    produced = 0
+
+    async def parts() -> Any:
+        nonlocal produced
+        while produced < 400:
+            produced += 1
+            yield b"x" * 100_000
+            await asyncio.sleep(0)
+
+    async with serving(FakeDispatcher(says("x"))) as url, aiohttp.ClientSession(url) as session:
+        headers = {"Content-Type": "application/json"}
+        async with session.post("/v1/completions", data=parts(), headers=headers) as response:
+            assert response.status == 413
+
+
+async def test_paths_and_methods_have_the_same_error_shape() -> None:
+    async with serving(FakeDispatcher(says("x"))) as url, aiohttp.ClientSession(url) as session:
+        async with session.get("/v1/nothing") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "not_found"
+        async with session.get("/v1/completions") as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == "POST"
+            assert (await response.json())["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_early_refusal_is_an_http_error(stream: bool) -> None:
+    refused = Refused(Refusal(Reason.QUEUE_FULL, "the queue is full"), 2.3)
+    fake = FakeDispatcher(says(STORY), refuse_after=0, refused=refused)
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        status, headers, body = await post(session, "/v1/completions", TEXT | {"stream": stream})
+    assert (status, headers["Retry-After"]) == (429, "3")
+    assert body["error"]["code"] == "queue_full"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("crash", [False, True])
+async def test_a_failure_in_mid_stream_is_an_error_event_and_no_clean_finish(
+    n: int, crash: bool
+) -> None:
+    refused = Refused(Refusal(Reason.NO_CAPACITY, "the worker is gone"))
+    fake = FakeDispatcher(says(STORY))
+    if crash:
+        fake.crash_after = 3
+    else:
+        fake.refuse_after, fake.refused = 3, refused
+    async with (
+        serving(fake) as url,
+        aiohttp.ClientSession(url) as session,
+        session.post("/v1/completions", json=TEXT | {"stream": True, "n": n}) as response,
+    ):
+        assert response.status == 200
+        *chunks, last = await events(response)
+    assert last["error"]["code"] == ("internal_error" if crash else "no_capacity")
+    assert "told to fail" not in last["error"]["message"]
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    await until(lambda: not fake.live)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_failure_without_stream_is_a_500_and_the_server_lives(n: int) -> None:
+    fake = FakeDispatcher(says(STORY), crash_after=3)
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        status, _, body = await post(session, "/v1/completions", TEXT | {"n": n})
+        assert (status, body["error"]["code"]) == (500, "internal_error")
+        assert not fake.live
+        fake.crash_after = None
+        assert (await post(session, "/v1/completions", TEXT))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("tokens_first", [0, 1], ids=["queued", "running"])
+async def test_a_client_that_leaves_aborts_its_generations(
+    stream: bool, n: int, tokens_first: int
+) -> None:
+    fake = FakeDispatcher(endless, gate=asyncio.Event())
+    if not tokens_first:
+        fake = _Queued(endless)
+    async with serving(fake) as url:
+        async with aiohttp.ClientSession(url) as session:
+            request = TEXT | {"stream": stream, "n": n, "max_tokens": 2000}
+            call = asyncio.create_task(post(session, "/v1/completions", request))
+            await until(lambda: len(fake.live) == n and fake.sent_tokens >= tokens_first * n)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        await until(lambda: not fake.live)
+        assert len(fake.aborted) == n
+
+
+class _Queued(FakeDispatcher):
+    """Accepts, and gives no event for as long as it is asked."""
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[GenerationEvent, None]:
+        await asyncio.Event().wait()
+        async for event in super()._events(generation):
+            yield event
+
+
+async def test_a_slow_client_holds_back_its_generation() -> None:
+    """Nothing is read: the sockets fill up, and then no more tokens are taken."""
+    fake = FakeDispatcher(lambda _: [5000] * 2_000_000, card=replace(CARD, max_model_len=2_000_000))
+    async with serving(fake) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = json.dumps(TEXT | {"stream": True, "max_tokens": 1_900_000}).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        await reader.readline()
+        before = -1
+        async with asyncio.timeout(60):
+            while fake.sent_tokens != before:
+                before = fake.sent_tokens
+                await asyncio.sleep(1.0)
+        assert 0 < fake.sent_tokens < 1_000_000
+        writer.close()
+        await until(lambda: not fake.live)
+
+
+async def test_keys_are_needed_everywhere_but_for_health() -> None:
+    fake = FakeDispatcher(says("x"))
+    async with (
+        serving(fake, api_keys=("alpha", "beta")) as url,
+        aiohttp.ClientSession(url) as session,
+    ):
+        for path in ("/health", "/ready"):
+            async with session.get(path) as response:
+                assert response.status == 200
+        for path in ("/v1/models", "/metrics", "/workers", "/openapi.json", "/nothing"):
+            async with session.get(path) as response:
+                assert response.status == 401, path
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+        for target in (
+            *("//health", "/health/", "/health/../v1/models", "/%68ealth/x", "/HEALTH"),
+            *("/v1/models#/health", "/v1/models?/health", "/v1/models;/health", "*"),
+            "http://x/v1/models",
+        ):
+            for host in ("x", "x/health", "health"):
+                head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+                status = await raw_request(url, head)
+                assert b" 401 " in status or b" 400 " in status, (target, host, status)
+        for key in ("alpha", "beta"):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post("/v1/completions", json=TEXT, headers=headers) as response:
+                assert response.status == 200
+    salts = [generation.cache_salt for generation in fake.asked]
+    assert len(set(salts)) == 2
+    assert all(salts)
+
+
+async def test_no_worker_is_a_503_with_retry_after() -> None:
+    fake = FakeDispatcher(says("x"), card=None, is_ready=False)
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        status, headers, body = await post(session, "/v1/completions", TEXT)
+        assert (status, body["error"]["code"]) == (503, "no_capacity")
+        assert int(headers["Retry-After"]) >= 1
+        async with session.get("/health") as response:
+            assert (response.status, await response.read()) == (200, b"")
+        async with session.get("/ready") as response:
+            assert response.status == 503
+        async with session.get("/v1/models") as response:
+            assert (await response.json())["data"] == []
+
+
+async def test_a_model_that_comes_late_is_waited_for() -> None:
+    fake = FakeDispatcher(says("x"), card=None)
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        call = asyncio.create_task(post(session, "/v1/completions", TEXT))
+        await asyncio.sleep(0.02)
+        fake.card = CARD
+        assert (await call)[0] == 200
+
+
+async def test_a_template_that_does_not_end_is_a_400_and_blocks_nobody() -> None:
+    fake = FakeDispatcher(says("x"))
+    bomb = b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    fake.files = {**fake.files, "chat_template.jinja": bomb}
+    limits = {"template_timeout": 0.5}
+    async with serving(fake, limits=limits) as url, aiohttp.ClientSession(url) as session:
+        call = asyncio.create_task(post(session, "/v1/chat/completions", CHAT))
+        await asyncio.sleep(0.05)
+        assert (await post(session, "/v1/completions", TEXT))[0] == 200
+        status, _, body = await call
+    assert (status, body["error"]["param"]) == (400, "messages")
+    assert "longer than 0.5 s" in body["error"]["message"]
+
+
+async def test_a_model_without_a_template_says_so() -> None:
+    fake = FakeDispatcher(says("x"))
+    fake.files = {k: v for k, v in fake.files.items() if k != "chat_template.jinja"}
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        status, _, body = await post(session, "/v1/chat/completions", CHAT)
+    assert status == 400
+    assert "no chat template" in body["error"]["message"]
+
+
+async def test_models_workers_metrics_and_openapi() -> None:
+    fake = FakeDispatcher(says(STORY))
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        await post(session, "/v1/completions", TEXT)
+        async with session.get("/v1/models/smollm2") as response:
+            assert (await response.json())["id"] == "smollm2"
+        async with session.get("/v1/models/a/b") as response:
+            assert response.status == 404
+        async with session.get("/workers") as response:
+            (worker,) = await response.json()
+            assert (worker["worker_id"], worker["role"]) == ("decode-0", "decode")
+        async with session.get("/metrics") as response:
+            text = await response.text()
+            line = 'kvasir_router_http_requests_total{route="/v1/completions",status="200"} 1.0'
+            assert line in text
+            generated = len(tokenizer().encode(STORY)) + 1
+            assert f'kvasir_router_http_tokens_total{{kind="generated"}} {generated}.0' in text
+        async with session.get("/openapi.json") as response:
+            assert "/v1/chat/completions" in (await response.json())["paths"]
+
+
+async def test_the_log_has_the_label_and_no_line_of_the_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "kvasir.router.access")
+    async with serving(FakeDispatcher(says("x"))) as url, aiohttp.ClientSession(url) as session:
+        headers = {"x-request-id": "mine 1;level=ERROR" + "x" * 200}
+        async with session.post("/v1/completions", json=TEXT, headers=headers) as response:
+            request_id = response.headers["x-request-id"]
+            assert "mine" not in request_id
+    (record,) = [r for r in caplog.records if r.name == "kvasir.router.access"]
+    line = record.getMessage()
+    assert line.startswith("POST /v1/completions status=200 ms=")
+    assert f"request_id={request_id} label=mine_1_level_ERROR" in line
+    assert "prompt_tokens=1 " in line
+    assert "completion_tokens=2" in line
+    assert len(line) < 300
+
+
+async def test_two_requests_with_one_client_id_both_complete() -> None:
+    fake = FakeDispatcher(says(STORY))
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+        headers = {"x-request-id": "same"}
+
+        async def ask() -> Any:
+            async with session.post("/v1/completions", json=TEXT, headers=headers) as response:
+                return (await response.json())["choices"][0]["text"]
+
+        assert set(await asyncio.gather(ask(), ask())) == {STORY}
+    assert len({generation.request_id for generation in fake.asked}) == 2

@@ -1,0 +1,106 @@
+"""`kvasir chat` against a real HTTP server that streams."""
+
+import io
+import json
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from helpers.router_stub import RouterStub, chunk, running
+from kvasir.cli.client import RouterClient
+from kvasir.cli.errors import run
+from kvasir.cli.main import cli
+
+DONE = "data: [DONE]"
+MODELS = {"/v1/models": {"data": [{"id": "smollm2"}]}}
+ROLE = 'data: {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}'
+USAGE = 'data: {"choices": [], "usage": {}}'
+
+
+def router(*answers: list[str], status: int = 200) -> RouterStub:
+    return RouterStub(get=dict(MODELS), completions=list(answers), status=status)
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def test_one_question(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = [ROLE, ": a comment", chunk("Paris"), chunk(", é.\x1b[2J"), USAGE, DONE]
+    with running(router(answer)) as stub:
+        arguments = ["--system", "Be brief.", "--max-tokens", "7", "--temperature", "0"]
+        assert run(cli, ["chat", "Capital of France?", "--url", stub.url, *arguments]) == 0
+    assert capsys.readouterr().out == "Paris, é.[2J\n"
+    assert stub.requests == [
+        {
+            "model": "smollm2",
+            "max_tokens": 7,
+            "temperature": 0.0,
+            "stream": True,
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Capital of France?"},
+            ],
+        }
+    ]
+
+
+def test_several_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    type_lines(monkeypatch, "one\n\n  \ntwo")
+    with running(router([chunk("1"), DONE], [chunk("2"), DONE])) as stub:
+        assert run(cli, ["chat", "--url", stub.url, "--model", "other"]) == 0
+    assert capsys.readouterr().out == "1\n2\n"
+    assert [request["model"] for request in stub.requests] == ["other", "other"]
+    assert stub.requests[1]["messages"] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "two"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "message"),
+    [
+        ([json.dumps({"error": {"message": "too long"}})], 400, "too long (HTTP 400)"),
+        (
+            [chunk("Par"), 'data: {"error": {"message": "worker lost"}}'],
+            200,
+            ": worker lost",
+        ),
+        ([chunk("Par")], 200, "ended the answer before it was complete; try again"),
+    ],
+)
+def test_errors(
+    answer: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(router(answer, status=status)) as stub:
+        assert run(cli, ["chat", "hello", "--url", stub.url]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvasir: {stub.url}")
+    assert line.endswith(message)
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def stream(_self: RouterClient, _path: str, body: Any) -> Generator[Any, None, None]:
+        asked.append(body["messages"])
+        yield json.loads(chunk("Once").removeprefix("data:"))
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RouterClient, "stream", stream)
+    type_lines(monkeypatch, "a story\nthanks\n")
+    assert run(cli, ["chat", "--url", "http://127.0.0.1:9", "--model", "m"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["Once", "(stopped)", "Once"]
+    assert asked[1][1] == {"role": "assistant", "content": "Once"}
+
+
+def test_no_model_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(RouterStub(get={"/v1/models": {"data": []}})) as stub:
+        assert run(cli, ["chat", "hello", "--url", stub.url]) == 1
+    assert "serves no model yet" in capsys.readouterr().err

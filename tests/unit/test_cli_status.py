@@ -1,0 +1,120 @@
+"""`kvasir status` against a real HTTP server."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.router_stub import RouterStub, running
+from kvasir.cli.errors import run
+from kvasir.cli.main import cli
+from kvasir.operator.local.state import Instance, ProcessRecord, StateDirectory, record_of
+
+LONG_NAME = f"{'a' * 40}-prefill-0"
+
+
+def worker(**changes: Any) -> dict[str, Any]:
+    return {
+        "worker_id": "smollm2-decode-0",
+        "address": "127.0.0.1:50551",
+        "role": "decode",
+        "state": "ready",
+        "running": 3,
+        "waiting": 1,
+        "kv_blocks_total": 800,
+        "kv_blocks_used": 100,
+        "kv_blocks_cached": 50,
+        "prefix_query_tokens": 1000,
+        "prefix_hit_tokens": 900,
+        **changes,
+    }
+
+
+def idle(name: str) -> dict[str, Any]:
+    return worker(
+        worker_id=name,
+        role="prefill",
+        state="connecting",
+        kv_blocks_total=0,
+        kv_blocks_used=0,
+        prefix_query_tokens=0,
+    )
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "kvasir"
+
+
+def remember(state: Path, name: str, url: str, supervisor: ProcessRecord) -> None:
+    directory = StateDirectory(state, name)
+    with directory.locked():
+        directory.write_instance(Instance(name, url, supervisor, ()))
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(RouterStub(get={"/workers": [idle(LONG_NAME), worker()]})) as router:
+        assert run(cli, ["status", "--url", router.url]) == 0
+    url, heading, first, second = capsys.readouterr().out.splitlines()
+    assert url == router.url
+    assert heading.split() == [
+        *("WORKER", "ROLE", "STATE", "RUNNING", "WAITING"),
+        *("KV", "USE", "PREFIX", "HITS"),
+    ]
+    assert first.split() == [LONG_NAME, "prefill", "connecting", "3", "1", "-", "-"]
+    assert second.split() == ["smollm2-decode-0", "decode", "ready", "3", "1", "12.5%", "90.0%"]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(RouterStub(get={"/workers": [worker()]})) as router:
+        assert run(cli, ["status", "--url", f"{router.url}/", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"url": router.url, "workers": [worker()]}
+
+
+def test_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(RouterStub(get={"/workers": []})) as router:
+        assert run(cli, ["status", "--url", router.url]) == 0
+    assert "no workers yet" in capsys.readouterr().out
+
+
+def test_finds_the_running_instance(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = record_of("kvasir up", os.getpid())
+    with running(RouterStub(get={"/workers": [worker()]})) as router:
+        remember(state, "smollm2", router.url, own)
+        remember(state, "crashed", "http://127.0.0.1:9", ProcessRecord("kvasir up", own.pid, 1.0))
+        assert run(cli, ["status"]) == 0
+    assert router.url in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "chat"])
+def test_nothing_runs(state: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, [command]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvasir: nothing is running; start one with `kvasir up -f ")
+
+
+def test_several_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = record_of("kvasir up", os.getpid())
+    remember(state, "a", "http://127.0.0.1:1", own)
+    remember(state, "b", "http://127.0.0.1:2", own)
+    assert run(cli, ["status"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a on http://127.0.0.1:1, b on http://127.0.0.1:2" in line
+
+
+def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(RouterStub()) as router:
+        pass
+    assert run(cli, ["status", "--url", router.url]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvasir: nothing answers on {router.url}; ")
+
+
+def test_another_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(RouterStub()) as router:
+        assert run(cli, ["status", "--url", router.url]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("no Kvasir router answers there; check --url (HTTP 404)")

@@ -1,0 +1,171 @@
+"""What the loader refuses, and that each refusal names the field and the fix."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.models import load, save_tiny
+from kvasir.worker.config import WorkerConfig
+from kvasir.worker.loader import ModelError, load_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny("llama", tmp_path)
+    return tmp_path
+
+
+def refusal(model: str, **fields: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(model, **fields)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    tensors = dict(load_file(path)) | {k.replace("__", "."): v for k, v in changes.items()}
+    save_file({k: v for k, v in tensors.items() if v is not None}, path)
+
+
+def test_progress_and_what_is_said_of_the_model(folder: Path) -> None:
+    lines: list[str] = []
+    config = WorkerConfig(
+        worker_id="w",
+        model=f"file://{folder}",
+        dtype="bfloat16",
+        device="cpu",
+        threads=1,
+        block_size=8,
+        max_model_len=100,
+        kv_cache_memory=100_000,
+    )
+    loaded = load_model(config, lines.append)
+    assert lines[0] == f"opening file://{folder}"
+    assert "reading weights 49 of 51" in lines
+    assert "reading weights 51 of 51" in lines
+    assert loaded.max_model_len == 100
+    assert loaded.vocab_size == 160
+    assert loaded.eos_token_ids == {2}
+    # 3 layers, K and V, 8 tokens, 2 heads of 8, 2 bytes.
+    assert loaded.runner.block_bytes == 3 * 2 * 8 * 2 * 8 * 2
+    assert loaded.runner.num_blocks == 100_000 // loaded.runner.block_bytes
+    assert loaded.layout.dtype == "bfloat16"
+    assert (loaded.layout.num_layers, loaded.layout.num_kv_heads, loaded.layout.head_dim) == (
+        3,
+        2,
+        8,
+    )
+
+
+def test_fingerprint_follows_the_weights_and_not_the_place(folder: Path, tmp_path: Path) -> None:
+    first = load(f"file://{folder}").layout.model_fingerprint
+    moved = folder.parent / f"{folder.name}-moved"
+    folder.rename(moved)
+    assert load(f"file://{moved}").layout.model_fingerprint == first
+    edit_weights(moved, model__norm__weight=torch.ones(48))
+    assert load(f"file://{moved}").layout.model_fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("bundled://nothing", "no bundled model is named 'nothing'; use one of smollm2-135m"),
+        ("file:///nowhere/at/all", "/nowhere/at/all does not exist; correct the path"),
+        ("hf://org/name", "not a model URL; use bundled://NAME or file:///PATH"),
+        ("file://relative/path", "not a model URL; use bundled://NAME or file:///PATH"),
+    ],
+)
+def test_wrong_urls(model: str, said: str) -> None:
+    message = refusal(model)
+    assert message.startswith("model: ")
+    assert said in message
+
+
+def test_files_that_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF but not really, only a few bytes")
+    (tmp_path / "empty.gguf").touch()
+    assert "neither a .gguf file nor a folder" in refusal(f"file://{tmp_path}/notes.txt")
+    assert "has no config.json" in refusal(f"file://{tmp_path}")
+    for name in ("broken", "empty"):
+        assert "not a readable GGUF file" in refusal(f"file://{tmp_path}/{name}.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gpt_bigcode"}, "model_type 'gpt_bigcode' is not supported; use one of"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_key_value_heads": 4}, "6 attention heads cannot share 4 KV heads"),
+        ({"num_hidden_layers": 4}, "tensors are missing, first model.layers.3.input_layernorm"),
+        ({"intermediate_size": 81}, "gate_proj.weight has shape [80, 48], its config means [81"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_type 'yarn' is not supported",
+        ),
+    ],
+)
+def test_configs_that_the_decoder_cannot_serve(
+    folder: Path, changes: dict[str, Any], said: str
+) -> None:
+    edit_config(folder, **changes)
+    assert said in refusal(f"file://{folder}")
+
+
+def test_broken_folders(folder: Path) -> None:
+    url = f"file://{folder}"
+    edit_weights(folder, lm_head__weight=None)
+    assert "1 of 51 tensors are missing, first lm_head.weight" in refusal(url)
+    (folder / "model.safetensors").write_bytes(b"torn")
+    assert "not a readable safetensors file" in refusal(url)
+    (folder / "model.safetensors").unlink()
+    assert "has neither model.safetensors nor" in refusal(url)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    assert "shard named in the index is missing" in refusal(url)
+    index.write_text("{}")
+    assert "not a readable shard index" in refusal(url)
+    (folder / "config.json").write_text("{")
+    assert "not valid JSON" in refusal(url)
+
+
+def test_a_folder_without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    assert "not a tokenizer that can be loaded" in refusal(f"file://{folder}")
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refusal(f"file://{folder}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_model_len": 513}, "max_model_len: 513 is beyond the model's 512 tokens; set it to"),
+        (
+            {"kv_cache_memory": 10_000},
+            # 16 blocks of 16 tokens, 3 layers, K and V, 2 heads of 8, 4 bytes.
+            f"one sequence of max_model_len 256 tokens; set it to at least {16 * 6144}, or lower",
+        ),
+        ({"kv_cache_memory": 2**60}, f"kv_cache_memory: {2**60} bytes and "),
+        ({"dtype": "float16"}, "dtype: float16 is not supported on a CPU; set dtype to"),
+    ],
+)
+def test_settings_that_do_not_fit(folder: Path, fields: dict[str, Any], said: str) -> None:
+    assert said in refusal(f"file://{folder}", **fields)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_asked_for_and_absent(folder: Path) -> None:
+    assert refusal(f"file://{folder}", device="cuda").startswith("device: no CUDA device")

@@ -1,0 +1,171 @@
+"""The batched sampler against a plain one, and what it promises about batches."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.plain_sampler import distribution, draw
+from kvasir.worker.contracts import SampleSpec, SamplingParams
+from kvasir.worker.sampling.sampler import sample
+
+VOCAB = 40
+EOS = frozenset({3})
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+def make_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.from_numpy(
+        np.random.default_rng(seed).normal(0, 3, (rows, vocab)).astype(np.float32)
+    )
+
+
+def spec(index: int = 0, **params: Any) -> SampleSpec:
+    return SampleSpec(SamplingParams(**params), index, (), ())
+
+
+def tokens(logits: torch.Tensor, specs: list[SampleSpec]) -> list[int | None]:
+    return [entry.token_id for entry in sample(logits, specs, EOS)]
+
+
+@st.composite
+def specs(draw_: st.DrawFn) -> SampleSpec:
+    params = SamplingParams(
+        temperature=draw_(st.sampled_from([0.0, 1e-4, 0.3, 1.0, 1.7])),
+        top_p=draw_(st.sampled_from([1.0, 1e-6, 0.1, 0.55, 0.93])),
+        top_k=draw_(st.sampled_from([0, 1, 2, 7, VOCAB, 1000])),
+        min_p=draw_(st.sampled_from([0.0, 0.02, 0.3])),
+        presence_penalty=draw_(st.sampled_from([0.0, -1.5, 2.0])),
+        frequency_penalty=draw_(st.sampled_from([0.0, -0.7, 1.1])),
+        repetition_penalty=draw_(st.sampled_from([1.0, 0.6, 1.9])),
+        logit_bias=draw_(st.dictionaries(TOKENS, st.sampled_from([-100.0, -2.0, 5.0]), max_size=3)),
+        seed=draw_(st.integers(0, 2**64 - 1)),
+        stop_token_ids=draw_(st.frozensets(TOKENS, max_size=2)),
+    )
+    return SampleSpec(
+        params,
+        index=draw_(st.integers(0, 5000)),
+        prompt_ids=draw_(st.lists(TOKENS, max_size=6)),
+        output_ids=draw_(st.lists(TOKENS, max_size=8)),
+        forbid_stop=draw_(st.booleans()),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(specs(), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_batch_equals_the_plain_sampler(batch: list[SampleSpec], seed: int) -> None:
+    logits = make_logits(len(batch), seed)
+    expected = [
+        draw(distribution(row, one, EOS), one)
+        for row, one in zip(logits.numpy(), batch, strict=True)
+    ]
+    assert tokens(logits, batch) == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(specs(), min_size=2, max_size=6), st.integers(0, 2**32))
+def test_a_row_draws_the_same_alone(batch: list[SampleSpec], seed: int) -> None:
+    logits = make_logits(len(batch), seed)
+    alone = [tokens(logits[i : i + 1], [one])[0] for i, one in enumerate(batch)]
+    assert tokens(logits, batch) == alone
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 12, "top_p": 0.9},
+        {"temperature": 1.5, "min_p": 0.05, "repetition_penalty": 1.3},
+    ],
+)
+def test_seeds_follow_the_distribution(params: dict[str, Any]) -> None:
+    """Chi-square over the tokens, at 99.99 % for at most 39 degrees of freedom: under 80."""
+    count = 20_000
+    row = make_logits(1, seed=5) / 2
+    batch = [spec(seed=seed, **params) for seed in range(count)]
+    drawn = tokens(row.expand(count, -1), batch)
+    expected = distribution(row[0].numpy(), batch[0], EOS) * count
+    found = np.bincount(np.array(drawn), minlength=VOCAB)
+    assert not found[expected == 0].any()
+    likely = expected >= 5
+    statistic = ((found - expected)[likely] ** 2 / expected[likely]).sum()
+    assert statistic < 80
+    assert likely.sum() > 5
+
+
+def test_output_index_alone_moves_the_random_number() -> None:
+    flat = torch.zeros(1, VOCAB)
+    drawn = [tokens(flat, [spec(index=index, seed=9)])[0] for index in range(50)]
+    assert drawn == tokens(flat.expand(50, -1), [spec(index=i, seed=9) for i in range(50)])
+    assert len(set(drawn)) > 15
+
+
+def test_wide_top_p_falls_back_to_the_whole_vocabulary() -> None:
+    """Flat logits: far more tokens than the usual sort are needed to reach 0.9."""
+    vocab = 5000
+    logits = make_logits(3, seed=1, vocab=vocab) / 30
+    batch = [spec(seed=seed, top_p=0.9) for seed in range(3)]
+    expected = [
+        draw(distribution(row, one, EOS), one)
+        for row, one in zip(logits.numpy(), batch, strict=True)
+    ]
+    allowed = [np.count_nonzero(distribution(row, batch[0], EOS)) for row in logits.numpy()]
+    assert min(allowed) > 1024
+    assert tokens(logits, batch) == expected
+
+
+def test_tied_logits_stay_or_go_together() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]).expand(400, -1)
+    drawn = tokens(logits, [spec(seed=seed, top_k=2) for seed in range(400)])
+    assert set(drawn) == {1, 2, 3}
+
+
+def test_forbidden_stops_are_never_drawn() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 5], logits[0, 8] = 50.0, 40.0, 30.0
+    one = spec(temperature=0.0, stop_token_ids=frozenset({5}))
+    assert tokens(logits, [one]) == [3]
+    assert tokens(logits, [replace(one, forbid_stop=True)]) == [8]
+
+
+def test_presence_and_frequency_count_output_only() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4], logits[0, 6] = 2.0, 1.0
+    params = SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5)
+    assert tokens(logits, [SampleSpec(params, 0, (4, 4, 4), ())]) == [4]
+    assert tokens(logits, [SampleSpec(params, 1, (), (4,))]) == [6]
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = make_logits(3, seed=2)
+    batch = [
+        spec(temperature=0.0, logprobs=2, logit_bias={7: 100.0}),
+        spec(temperature=1.0, seed=4, logprobs=0),
+        spec(temperature=1.0, seed=4),
+    ]
+    results = sample(logits, batch, EOS)
+    raw = logits.numpy().astype(np.float64)
+    exact = raw - np.log(np.exp(raw).sum(-1, keepdims=True))
+    first, second = results[0].logprobs, results[1].logprobs
+    assert first is not None
+    assert second is not None
+    assert results[2].logprobs is None
+    assert results[0].token_id == 7
+    order = np.argsort(-exact[0])
+    assert first.logprob == pytest.approx(exact[0, 7], abs=1e-5)
+    assert first.rank == list(order).index(7) + 1
+    assert [token for token, _ in first.top] == order[:2].tolist()
+    assert [value for _, value in first.top] == pytest.approx(exact[0, order[:2]], abs=1e-5)
+    assert second.logprob == pytest.approx(exact[1, results[1].token_id], abs=1e-5)
+    assert second.top == ()
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    logits = make_logits(2, seed=0)
+    logits[1, 5] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        sample(logits, [spec(temperature=0.0), spec(temperature=0.0)], EOS)

@@ -1,0 +1,360 @@
+"""The engine thread: plan, execute, update, tell; and the only door to it for other threads.
+
+Owns the scheduler, the runner and which sink hears of which request. Every change happens on the
+engine thread, between two steps, in the order of the calls: other threads only queue commands.
+A step never waits for I/O; with nothing to compute, the thread sleeps until a command or a
+deadline comes. Sinks and the listener are called on the engine thread without any lock held.
+
+Whatever is raised on the engine thread, by the runner, a sink or an invariant check, ends the
+engine: all futures fail and ``on_fatal`` is called. There is no state to go on from. After
+``stop``, calls are answered at once, as for requests that are gone.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from kvasir.proto.errors import Reason, Refusal
+from kvasir.worker.contracts import (
+    EngineListener,
+    HoldSink,
+    Load,
+    Output,
+    OutputSink,
+    ReceiveSink,
+    Request,
+    Runner,
+    Sampled,
+)
+from kvasir.worker.scheduler import Progress, Scheduler
+from kvasir.worker.sequence import BlockRangeError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[T]):
+    """Something to do on the engine thread."""
+
+    function: Callable[[], T]
+    future: Future[T]
+
+    def run(self) -> None:
+        """A wrong block range is the caller's fault and goes back to it; all else is fatal."""
+        self.future.set_running_or_notify_cancel()
+        try:
+            self.future.set_result(self.function())
+        except BlockRangeError as error:
+            self.future.set_exception(error)
+        except BaseException as error:
+            self.future.set_exception(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        self.future.set_running_or_notify_cancel()
+        self.future.set_exception(error)
+
+
+class Engine:
+    """Runs a scheduler and a runner until ``stop``.
+
+    Args:
+        scheduler: fresh, and used by nobody else from now on.
+        runner: with as many blocks as the scheduler's config says.
+        listener: told of KV events and load.
+        clock: seconds since the Unix epoch.
+        on_fatal: told, on the engine thread, why the engine has ended by itself.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        listener: EngineListener,
+        *,
+        clock: Callable[[], float] = time.time,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        if runner.num_blocks != scheduler.config.num_blocks:
+            raise ValueError(
+                f"the runner has {runner.num_blocks} blocks, the scheduler "
+                f"{scheduler.config.num_blocks}"
+            )
+        self._scheduler = scheduler
+        self._runner = runner
+        self._listener = listener
+        self._clock = clock
+        self._on_fatal = on_fatal
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._event_sequence = 0
+
+        self._wake = threading.Condition()  # guards everything below
+        self._commands: list[_Call[Any]] = []
+        self._sinks: dict[str, OutputSink] = {}
+        self._num_submitted = 0  # requests accepted so far ...
+        self._num_absorbed = 0  # ... and how many of them the load tells of
+        self._load = scheduler.load()
+        self._draining = False
+        self._stopping = False
+        self._ended = False
+        self._fatal: BaseException | None = None
+
+    # --- any thread --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step it is in; what still runs is told ABORTED. Idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is None:
+            self._run()  # never started: nothing runs, but what was submitted must hear of it
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def submit(self, request: Request, sink: OutputSink) -> Refusal | None:
+        """Accept a request, whose news then goes to ``sink``, or say why not.
+
+        ``sink`` is a ReceiveSink for Work.RECEIVE and a HoldSink for Work.PREFILL.
+        """
+        config = self._scheduler.config
+        if (refusal := config.refusal(request)) is not None:
+            return refusal
+        with self._wake:
+            if self._ended or self._stopping:
+                return Refusal(Reason.INTERNAL, "This worker's engine has ended.")
+            if self._draining:
+                return Refusal(
+                    Reason.DRAINING, "This worker is draining; send the request to another one."
+                )
+            if request.request_id in self._sinks:
+                return Refusal(
+                    Reason.INVALID_REQUEST,
+                    f"A request with the id {request.request_id} is still being served.",
+                    "request_id",
+                )
+            waiting = self._load.waiting + self._num_submitted - self._num_absorbed
+            if waiting >= config.max_waiting_requests:
+                return Refusal(
+                    Reason.QUEUE_FULL,
+                    f"{waiting} requests wait for this worker already; retry later.",
+                )
+            self._sinks[request.request_id] = sink
+            self._num_submitted += 1
+            self._queue(lambda: self._add(request))
+        return None
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is still alive, and free its blocks."""
+        with self._wake:
+            self._queue(lambda: self._abort(request_id))
+
+    def release(self, request_id: str) -> None:
+        """End the hold of a Work.PREFILL request, computed or not, and free its blocks."""
+        self.abort(request_id)
+
+    def commit_blocks(self, request_id: str, first_block: int, payload: memoryview) -> Future[bool]:
+        """Write verified KV into whole blocks of a receiving request.
+
+        Args:
+            request_id: of a Work.RECEIVE request whose sink has been told ``reserved``.
+            first_block: index in the request's block table.
+            payload: whole blocks, in order; must stay unchanged until the future is done.
+
+        Returns:
+            True when written; False if the request is gone. The future fails with
+            BlockRangeError if these blocks are not the request's to fill.
+        """
+        count, rest = divmod(payload.nbytes, self._runner.block_bytes)
+        if rest:
+            raise ValueError(
+                f"{payload.nbytes} bytes are not whole blocks of {self._runner.block_bytes}"
+            )
+        with self._wake:
+            return self._queue(lambda: self._commit(request_id, first_block, count, payload))
+
+    def finish_receive(self, request_id: str, sampled: Sampled, holder_cached_tokens: int) -> None:
+        """All KV of the prompt is committed, and this is the first token."""
+        if sampled.token_id is None:
+            raise ValueError("a finished receive needs the first token")
+        with self._wake:
+            self._queue(
+                lambda: self._scheduler.finish_receive(request_id, sampled, holder_cached_tokens)
+            )
+
+    def fail_receive(self, request_id: str) -> None:
+        """No more KV comes: compute what follows the contiguous committed blocks here."""
+        with self._wake:
+            self._queue(lambda: self._scheduler.fail_receive(request_id))
+
+    def read_blocks(
+        self, request_id: str, first_block: int, count: int
+    ) -> Future[memoryview | None]:
+        """Copy KV of a Work.PREFILL request out; None if the request is gone.
+
+        The future fails with BlockRangeError if ``progress`` has not told of these blocks yet.
+        """
+        with self._wake:
+            return self._queue(lambda: self._read(request_id, first_block, count))
+
+    def snapshot(self) -> Future[tuple[int, list[bytes]]]:
+        """The number of the last KV event, and the hashes of all blocks that can be hit then."""
+        with self._wake:
+            return self._queue(self._snapshot)
+
+    def set_draining(self, draining: bool) -> None:
+        """Whether to refuse new requests; those accepted go on."""
+        with self._wake:
+            self._draining = draining
+
+    def load(self) -> Load:
+        """As of the last step or command."""
+        with self._wake:
+            return self._load
+
+    # --- the engine thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            idle = False
+            while self._take_commands(idle):
+                idle = not self._step()
+            self._finish()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, on_fatal gets it
+            with self._wake:
+                self._fatal = error
+            self._end()
+            self._on_fatal(error)
+        else:
+            self._end()
+
+    def _take_commands(self, idle: bool) -> bool:
+        """Run the queued commands; wait for one if ``idle``. False when it is time to stop."""
+        with self._wake:
+            if idle and not self._commands and not self._stopping:
+                deadline = self._scheduler.next_deadline()
+                wait = None if deadline is None else max(deadline - self._clock(), 0.0)
+                self._wake.wait(wait if wait is None else min(wait, threading.TIMEOUT_MAX))
+            commands, self._commands = self._commands, []
+            stopping = self._stopping
+        for i, command in enumerate(commands):
+            try:
+                command.run()
+            except BaseException as error:
+                for later in commands[i + 1 :]:
+                    later.fail(error)
+                raise
+        return not stopping
+
+    def _step(self) -> bool:
+        """One step; False if there was nothing to compute."""
+        plan = self._scheduler.plan(self._clock())
+        self._tell_signals()
+        if plan.chunks:
+            self._scheduler.update(plan, self._runner.execute(plan))
+        elif not self._scheduler.request_ids():
+            self._scheduler.check()
+        self._tell()
+        return bool(plan.chunks)
+
+    def _finish(self) -> None:
+        for request_id in self._scheduler.request_ids():
+            self._scheduler.abort(request_id)
+        self._scheduler.check()
+        self._tell()
+
+    def _end(self) -> None:
+        """From here on, calls are settled at once: see ``_queue``."""
+        with self._wake:
+            self._ended = True
+            self._sinks.clear()
+            commands, self._commands = self._commands, []
+            for command in commands:
+                self._settle(command)
+
+    def _tell(self) -> None:
+        self._tell_signals()
+        self._tell_outputs()
+        self._tell_events()
+        load = self._scheduler.load()
+        with self._wake:
+            changed = load != self._load
+            self._load = load
+            self._num_absorbed = self._scheduler.num_arrivals
+        if changed:
+            self._listener.on_load(load)
+
+    def _tell_signals(self) -> None:
+        for signal in self._scheduler.take_signals():
+            with self._wake:
+                sink = self._sinks[signal.request_id]
+            if isinstance(signal, Progress):
+                cast("HoldSink", sink).progress(signal.request_id, signal.computed_tokens)
+            else:
+                cast("ReceiveSink", sink).reserved(signal.request_id, signal.num_cached_tokens)
+
+    def _tell_outputs(self) -> None:
+        batches: dict[int, tuple[OutputSink, list[Output]]] = {}
+        with self._wake:
+            for output in self._scheduler.take_outputs():
+                sink = self._sinks[output.request_id]
+                batches.setdefault(id(sink), (sink, []))[1].append(output)
+                if output.finish is not None and output.request_id not in self._scheduler:
+                    del self._sinks[output.request_id]
+        for sink, outputs in batches.values():
+            sink.deliver(outputs)
+
+    def _tell_events(self) -> None:
+        events = self._scheduler.take_events()
+        if events:
+            first = self._event_sequence + 1
+            self._event_sequence += len(events)
+            self._listener.on_kv_events(first, events)
+
+    # --- commands, on the engine thread ------------------------------------------------------
+
+    def _queue(self, function: Callable[[], T]) -> Future[T]:
+        """Have the engine thread do something. The caller holds the lock."""
+        call = _Call(function, Future())
+        if self._ended:
+            self._settle(call)
+        else:
+            self._commands.append(call)
+            self._wake.notify()
+        return call.future
+
+    def _settle(self, call: _Call[Any]) -> None:
+        """Answer a call that comes after the end: the thread is gone, and so is every request."""
+        if self._fatal is None:
+            call.run()
+        else:
+            call.fail(self._fatal)
+
+    def _add(self, request: Request) -> None:
+        self._scheduler.add(request)
+
+    def _abort(self, request_id: str) -> None:
+        if self._scheduler.abort(request_id):
+            with self._wake:
+                del self._sinks[request_id]
+
+    def _commit(self, request_id: str, first_block: int, count: int, payload: memoryview) -> bool:
+        blocks = self._scheduler.receivable(request_id, first_block, count)
+        if blocks is None:
+            return False
+        self._runner.write_blocks(blocks, payload)
+        self._scheduler.committed(request_id, first_block, count)
+        return True
+
+    def _read(self, request_id: str, first_block: int, count: int) -> memoryview | None:
+        found = self._scheduler.readable(request_id, first_block, count)
+        return None if found is None else self._runner.read_blocks(*found)
+
+    def _snapshot(self) -> tuple[int, list[bytes]]:
+        self._tell_events()
+        return self._event_sequence, self._scheduler.cached_hashes()

@@ -1,0 +1,80 @@
+"""What a scheduler may take on: its settings, and the requests that it can never serve.
+
+Pure: a request is judged by the settings alone, so any thread may ask, at any time.
+"""
+
+from dataclasses import dataclass
+
+from kvasir.proto.errors import Reason, Refusal
+from kvasir.worker.contracts import Request, Work
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and policy of a scheduler; the fields mean what they mean in WorkerConfig.
+
+    ``num_blocks`` is the runner's. ``max_model_len`` is the longest prompt plus output, in
+    tokens. ``eos_token_ids`` end a generation unless the request ignores them.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_batched_tokens: int = 512
+    max_running_requests: int = 64
+    max_waiting_requests: int = 1024
+    eos_token_ids: frozenset[int] = frozenset()
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_blocks",
+            "block_size",
+            "max_model_len",
+            "max_batched_tokens",
+            "max_running_requests",
+            "max_waiting_requests",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    def peak_blocks(self, request: Request) -> int:
+        """Blocks that the request holds at its longest. The last token needs no KV."""
+        known = len(request.prompt_ids) + len(request.output_ids)
+        longest = min(len(request.prompt_ids) + request.sampling.max_tokens, self.max_model_len)
+        tokens = known if request.work is Work.PREFILL else max(known, longest - 1)
+        return -(-tokens // self.block_size)
+
+    def refusal(self, request: Request) -> Refusal | None:
+        """Why this request can never be served here, or None."""
+        if not request.prompt_ids:
+            return Refusal(
+                Reason.INVALID_REQUEST, "The prompt is empty; send at least one token.", "prompt"
+            )
+        if request.sampling.max_tokens < 1:
+            return Refusal(Reason.INVALID_REQUEST, "max_tokens must be at least 1.", "max_tokens")
+        if request.skip_tokens % self.block_size:
+            return Refusal(
+                Reason.INVALID_REQUEST,
+                f"skip_tokens must be a multiple of the block size, {self.block_size}.",
+                "skip_tokens",
+            )
+        # A replay at the limit is finished at once; a prefill would still compute it.
+        replayed = len(request.output_ids) if request.work is Work.PREFILL else 0
+        if (length := len(request.prompt_ids) + replayed) >= self.max_model_len:
+            return Refusal(
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                f"The prompt has {length} tokens, but prompt and output together "
+                f"are limited to {self.max_model_len}; shorten the prompt to at most "
+                f"{self.max_model_len - 1} tokens.",
+                "prompt",
+            )
+        if (needed := self.peak_blocks(request)) > self.num_blocks:
+            return Refusal(
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                f"Prompt and max_tokens need {needed} KV blocks of {self.block_size} tokens, but "
+                f"this worker has {self.num_blocks}; shorten the prompt, lower max_tokens, or "
+                f"raise the worker's KV cache memory.",
+                "max_tokens",
+            )
+        return None

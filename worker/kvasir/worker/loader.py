@@ -1,0 +1,148 @@
+"""From a WorkerConfig to a model that is ready to run.
+
+Everything that can be refused is refused before the weights are read, with one line that
+names the field and the fix.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.proto.v1 import engine_pb2 as pb
+from kvasir.worker.config import WorkerConfig
+from kvasir.worker.model.config import ModelConfig
+from kvasir.worker.model.decoder import Decoder
+from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.kv_cache import KvCache
+from kvasir.worker.model.machine import computes_bfloat16, free_memory, usable_cores
+from kvasir.worker.model.source import ModelSource, open_source
+from kvasir.worker.model.weights import check_weights, expected_shapes
+from kvasir.worker.runner import TorchRunner
+
+__all__ = ["LoadedModel", "ModelError", "load_model"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, and what others must know of it.
+
+    ``max_model_len`` is the configured one, which never exceeds the model's own.
+    ``tokenizer_files``: see model/tokenizer_files.py.
+    """
+
+    runner: TorchRunner
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    layout: pb.KvLayout
+    tokenizer_files: dict[str, bytes]
+
+
+def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedModel:
+    """Load the configured model.
+
+    Sets torch's thread count for this process. ``progress`` gets short lines for people,
+    such as "reading weights 120 of 272".
+
+    Raises:
+        ModelError: the configuration cannot be served.
+    """
+    torch.set_num_threads(config.threads or usable_cores())
+    device = _device(config)
+    dtype = _dtype(config, device)
+    progress(f"opening {config.model}")
+    source = open_source(config.model)
+    model = source.config
+    _check_length(config, model)
+    num_blocks = _num_blocks(config, model, dtype)
+    check_weights(source.weights, model)
+    _check_memory(config, model, dtype, device)
+    decoder = Decoder(
+        model,
+        source.weights,
+        dtype=dtype,
+        device=device,
+        max_positions=config.max_model_len,
+        progress=progress,
+    )
+    progress(f"allocating {num_blocks} KV blocks")
+    cache = KvCache(model, num_blocks, config.block_size, dtype, device)
+    return LoadedModel(
+        runner=TorchRunner(decoder, cache, source.eos_token_ids),
+        vocab_size=model.vocab_size,
+        eos_token_ids=source.eos_token_ids,
+        max_model_len=config.max_model_len,
+        layout=_layout(config, source, dtype),
+        tokenizer_files=dict(source.tokenizer_files),
+    )
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    present = torch.cuda.is_available()
+    if config.device == "cuda" and not present:
+        raise ModelError("device", "no CUDA device is usable", "set device to auto or cpu")
+    return torch.device("cuda" if config.device != "cpu" and present else "cpu")
+
+
+def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if computes_bfloat16(device) else torch.float32
+    if config.dtype == "float16" and device.type == "cpu":
+        raise ModelError(
+            "dtype", "float16 is not supported on a CPU", "set dtype to auto, bfloat16 or float32"
+        )
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes[config.dtype]
+
+
+def _check_length(config: WorkerConfig, model: ModelConfig) -> None:
+    if config.max_model_len > model.context:
+        raise ModelError(
+            "max_model_len",
+            f"{config.max_model_len} is beyond the model's {model.context} tokens",
+            f"set it to at most {model.context}",
+        )
+
+
+def _num_blocks(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    block_bytes = token_bytes * config.block_size
+    needed = -(-config.max_model_len // config.block_size)
+    blocks = config.kv_cache_memory // block_bytes
+    if blocks < needed:
+        raise ModelError(
+            "kv_cache_memory",
+            f"{config.kv_cache_memory} bytes cannot hold one sequence of max_model_len "
+            f"{config.max_model_len} tokens",
+            f"set it to at least {needed * block_bytes}, or lower max_model_len",
+        )
+    return blocks
+
+
+def _check_memory(
+    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    weights = sum(math.prod(shape) for shape in expected_shapes(model).values()) * dtype.itemsize
+    free = free_memory(device)
+    if free is not None and weights + config.kv_cache_memory > free:
+        raise ModelError(
+            "kv_cache_memory",
+            f"{config.kv_cache_memory} bytes and {weights} bytes of weights exceed the {free} "
+            f"bytes free on {device.type}",
+            "lower kv_cache_memory or use a smaller model",
+        )
+
+
+def _layout(config: WorkerConfig, source: ModelSource, dtype: torch.dtype) -> pb.KvLayout:
+    return pb.KvLayout(
+        model_fingerprint=source.fingerprint,
+        dtype=str(dtype).removeprefix("torch."),
+        num_layers=source.config.num_layers,
+        num_kv_heads=source.config.num_kv_heads,
+        head_dim=source.config.head_dim,
+        block_size=config.block_size,
+        quantization="none",
+        tensor_parallel=1,
+    )

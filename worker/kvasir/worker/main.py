@@ -1,0 +1,212 @@
+"""The `kvasir-worker` process: its arguments, start-up, signals and exit codes.
+
+0   drained after SIGTERM or SIGINT, or stopped before it was ready
+2   could not start: one line on stderr says what to mend
+70  the engine failed; the traceback is in the log
+143 a second signal: stopped at once
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from pydantic import ValidationError
+
+from kvasir.worker import logs
+from kvasir.worker.config import WorkerConfig
+from kvasir.worker.health import Health, HealthServer
+from kvasir.worker.state_file import StateFile
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from kvasir.worker.loader import LoadedModel
+    from kvasir.worker.service.server import WorkerServer
+
+_EXIT_UNUSABLE = 2
+_EXIT_FATAL = 70
+_EXIT_KILLED = 143
+_PROGRESS_INTERVAL = 0.2
+
+_log = logging.getLogger("kvasir.worker")
+
+
+class StartError(Exception):
+    """Why the worker cannot start; the message names the field or file, and the fix."""
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="kvasir-worker", description="Serve a model over gRPC.")
+    parser.add_argument("--config", type=Path, required=True, help="JSON of WorkerConfig")
+    parser.add_argument("--state-file", type=Path, help="where to say how far the start-up is")
+    args = parser.parse_args()
+    logs.configure()
+    try:
+        config = read_config(args.config)
+        state = _open_state_file(args.state_file)
+        asyncio.run(_Process(config, state).run())
+    except StartError as error:
+        print(f"kvasir-worker: {error}", file=sys.stderr)  # noqa: T201  # the one line for people
+        return _EXIT_UNUSABLE
+    return 0
+
+
+def read_config(path: Path) -> WorkerConfig:
+    """Raises StartError, which names each bad field."""
+    try:
+        return WorkerConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise StartError(f"--config {path}: {error.strerror}") from error
+    except ValidationError as error:
+        faults = "; ".join(_describe(fault) for fault in error.errors(include_url=False))
+        raise StartError(f"--config {path}: {faults}") from error
+
+
+def _describe(fault: "ErrorDetails") -> str:
+    field = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden":
+        return f"{field}: no such setting; remove it or correct its name"
+    return f"{field}: {fault['msg']}" if field else fault["msg"]
+
+
+def _open_state_file(path: Path | None) -> StateFile:
+    try:
+        return StateFile(path, epoch=str(uuid.uuid4()))
+    except OSError as error:
+        raise StartError(f"--state-file {path}: {error.strerror}") from error
+
+
+class _Process:
+    """One worker process from its start to its exit."""
+
+    def __init__(self, config: WorkerConfig, state: StateFile) -> None:
+        self._config = config
+        self._state = state
+        self._stop = asyncio.Event()
+        self._serving = False
+        self._health = Health()
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises StartError."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = self._listen_http()
+        beating = asyncio.create_task(_beat(self._health))
+        try:
+            server = self._build_server(await self._load())
+            http.publish(server.metrics.registry)
+            await self._serve(server, http)
+        finally:
+            beating.cancel()
+            await asyncio.to_thread(http.stop)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            _exit_now(f"second signal, stopping at once signal={number.name}", _EXIT_KILLED)
+        if not self._serving:
+            # The thread that loads the model cannot be interrupted, and nothing is at stake.
+            _exit_now(f"stopped while starting signal={number.name}", 0)
+        _log.info("stopping signal=%s", number.name)
+        self._stop.set()
+
+    def _listen_http(self) -> HealthServer:
+        host, port = self._config.host, self._config.metrics_port
+        try:
+            return HealthServer(host, port, self._health)
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {host}, metrics_port {port}: {error.strerror}; choose another"
+            ) from error
+
+    async def _load(self) -> "LoadedModel":
+        self._state.update("loading", "importing torch")
+        return await asyncio.to_thread(self._load_in_thread)
+
+    def _load_in_thread(self) -> "LoadedModel":
+        from kvasir.worker.loader import ModelError, load_model
+
+        started = last = time.monotonic()
+
+        def progress(text: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _PROGRESS_INTERVAL:
+                last = time.monotonic()
+                self._state.update("loading", text)
+                _log.info("loading: %s", text)
+
+        try:
+            model = load_model(self._config, progress)
+        except ModelError as error:
+            raise StartError(str(error)) from error
+        _log.info("model loaded seconds=%.1f", time.monotonic() - started)
+        return model
+
+    def _build_server(self, model: "LoadedModel") -> "WorkerServer":
+        from kvasir.worker.service.server import WorkerServer
+
+        server = WorkerServer(self._config, model, self._state.state.epoch, on_fatal=on_fatal)
+        server.identity.on_draining = self._on_draining
+        return server
+
+    async def _serve(self, server: "WorkerServer", http: HealthServer) -> None:
+        from kvasir.worker.service.server import ListenError, join_host_port
+
+        try:
+            await server.start()
+        except ListenError as error:
+            raise StartError(str(error)) from error
+        address = join_host_port(self._config.host, server.port)
+        self._state.update(
+            "ready",
+            address=address,
+            metrics_address=join_host_port(self._config.host, http.port),
+        )
+        self._health.ready = True
+        self._serving = True
+        _log.info(
+            "ready worker=%s role=%s address=%s epoch=%s",
+            *(self._config.worker_id, self._config.role, address, self._state.state.epoch),
+        )
+        await self._stop.wait()
+        await server.drain(self._config.drain_deadline)
+        await server.stop()
+        _log.info("stopped")
+
+    def _on_draining(self, draining: bool) -> None:
+        self._health.ready = not draining
+        self._state.update("draining" if draining else "ready")
+
+
+async def _beat(health: Health) -> None:
+    while True:
+        health.beat()
+        await asyncio.sleep(1.0)
+
+
+def on_fatal(error: BaseException) -> None:
+    """On the engine's thread: there is nothing to save, and nobody must wait for us."""
+    _log.critical("the engine failed", exc_info=error)
+    _flush_and_exit(_EXIT_FATAL)
+
+
+def _exit_now(message: str, code: int) -> NoReturn:
+    _log.warning(message)
+    _flush_and_exit(code)
+
+
+def _flush_and_exit(code: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

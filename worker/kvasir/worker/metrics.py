@@ -1,0 +1,154 @@
+"""What a worker tells Prometheus.
+
+Names follow vLLM's where it has one, so that existing dashboards and endpoint pickers work;
+the meaning and the unit of each are the same as there. Gauges and counters of the engine
+are read from its last ``Load`` at scrape time, never kept twice. All label values come from
+the worker's own settings or from closed sets, so the number of series is fixed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvasir.worker.contracts import Load
+from kvasir.worker.transfer.check import Outcome
+
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_TRANSFER_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """What ``vllm:cache_config_info`` says."""
+
+    block_size: int
+    num_blocks: int
+    prefix_caching: bool
+
+
+class WorkerMetrics:
+    """All series of one worker, in a registry of their own.
+
+    A transfer is counted once, by its receiver; ``kvasir_kv_transfer_bytes_total`` counts
+    payload bytes on each side.
+    """
+
+    def __init__(self, model_name: str, cache: CacheConfig, load: Callable[[], Load]) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self.registry.register(_EngineCollector(model_name, cache, load))
+        self._ttft = Histogram(
+            "vllm:time_to_first_token_seconds",
+            "Time from the arrival of a request at this worker to its first token.",
+            ["model_name"],
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        ).labels(model_name)
+        self._itl = Histogram(
+            "vllm:inter_token_latency_seconds",
+            "Time between consecutive outputs of a request.",
+            ["model_name"],
+            buckets=_ITL_BUCKETS,
+            registry=self.registry,
+        ).labels(model_name)
+        self._transfers = Counter(
+            "kvasir_kv_transfer_total",
+            "KV transfers that this worker received, by how they ended.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        for outcome in Outcome:
+            self._transfers.labels(outcome.value)
+        bytes_total = Counter(
+            "kvasir_kv_transfer_bytes_total",
+            "Payload bytes of KV blocks moved.",
+            ["direction"],
+            registry=self.registry,
+        )
+        self._sent = bytes_total.labels("sent")
+        self._received = bytes_total.labels("received")
+        self._transfer_seconds = Histogram(
+            "kvasir_kv_transfer_seconds",
+            "Time from the call of the prefill worker to the end of a received transfer.",
+            buckets=_TRANSFER_BUCKETS,
+            registry=self.registry,
+        )
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def transfer_ended(self, outcome: Outcome, seconds: float) -> None:
+        self._transfers.labels(outcome.value).inc()
+        self._transfer_seconds.observe(seconds)
+
+    def transfer_sent(self, num_bytes: int) -> None:
+        self._sent.inc(num_bytes)
+
+    def transfer_received(self, num_bytes: int) -> None:
+        self._received.inc(num_bytes)
+
+
+class _EngineCollector(Collector):
+    """Turns the engine's last Load into samples."""
+
+    def __init__(self, model_name: str, cache: CacheConfig, load: Callable[[], Load]) -> None:
+        self._model_name = model_name
+        self._cache = cache
+        self._load = load
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        load = self._load()
+        total = max(load.kv_blocks_total, 1)
+        gauges = (
+            ("vllm:num_requests_running", "Requests in the current steps.", load.running),
+            ("vllm:num_requests_waiting", "Requests waiting for room.", load.waiting),
+            (
+                "vllm:kv_cache_usage_perc",
+                "KV blocks in use; 1 is all of them.",
+                load.kv_blocks_used / total,
+            ),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        counters = (
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                load.prefix_query_tokens,
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                "Prompt tokens found in the prefix cache.",
+                load.prefix_hit_tokens,
+            ),
+            ("vllm:num_preemptions", "Requests put back to be recomputed.", load.preemptions),
+        )
+        for name, text, count in counters:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], count)
+            yield counter
+        yield self._cache_info()
+
+    def _cache_info(self) -> GaugeMetricFamily:
+        labels = {
+            "model_name": self._model_name,
+            "block_size": str(self._cache.block_size),
+            "num_gpu_blocks": str(self._cache.num_blocks),
+            "enable_prefix_caching": str(self._cache.prefix_caching),
+        }
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "Settings of the KV cache.", labels=list(labels)
+        )
+        info.add_metric(list(labels.values()), 1)
+        return info

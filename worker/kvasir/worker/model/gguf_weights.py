@@ -1,0 +1,168 @@
+"""Config and weights of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+Quantized tensors are dequantized as they are read. Files of architecture ``llama`` hold the
+rows of Q and K in another order: rotary partners side by side instead of half a head apart.
+``read`` restores the order of Hugging Face checkpoints, so that the decoder knows one only.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, dequantize
+
+from kvasir.worker.model.config import MODEL_TYPES, ModelConfig
+from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
+
+_GLOBAL_NAMES = {
+    "token_embd.weight": EMBEDDING,
+    "output_norm.weight": FINAL_NORM,
+    "output.weight": LM_HEAD,
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+
+class GgufFile:
+    """One GGUF file: its metadata by key, its config, and a WeightSource over its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._reader = GGUFReader(path)
+        except (ValueError, IndexError, KeyError, OSError) as error:
+            raise ModelError(
+                "model", f"{path} is not a readable GGUF file ({error})", "download it again"
+            ) from error
+        self.path = path
+        self.metadata: dict[str, Any] = {
+            key: field.contents() for key, field in self._reader.fields.items()
+        }
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        hf_names = {_hf_name(name): name for name in self._tensors}
+        self._gguf_names = {hf: name for hf, name in hf_names.items() if hf is not None}
+        self.config = self._config()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """GGUF states the fastest dimension first; here it is last, as in torch."""
+        return {
+            name: tuple(int(size) for size in reversed(self._tensors[gguf_name].shape))
+            for name, gguf_name in self._gguf_names.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._dequantized(self._gguf_names[name])
+        if self.config.model_type != "llama":
+            return tensor
+        if ".q_proj." in name:
+            return _halves_apart(tensor, self.config.num_heads)
+        if ".k_proj." in name:
+            return _halves_apart(tensor, self.config.num_kv_heads)
+        return tensor
+
+    def _dequantized(self, gguf_name: str) -> torch.Tensor:
+        tensor = self._tensors[gguf_name]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise ModelError(
+                "model",
+                f"{self.path.name} has tensors of the unsupported type {tensor.tensor_type.name}",
+                "use another quantization of the model",
+            ) from error
+        if np.may_share_memory(values, tensor.data):
+            values = values.copy()
+        return torch.from_numpy(values)
+
+    def _config(self) -> ModelConfig:
+        architecture = self.metadata.get("general.architecture")
+        if architecture not in MODEL_TYPES or self._get(architecture, "expert_count", 0):
+            raise ModelError(
+                "model",
+                f"{self.path.name} has the unsupported architecture {architecture!r}",
+                f"use a dense model of type {', '.join(MODEL_TYPES)}",
+            )
+        scaling = self._get(architecture, "rope.scaling.type", "none")
+        if scaling != "none":
+            raise ModelError(
+                "model",
+                f"{self.path.name} has the unsupported rope scaling {scaling!r}",
+                "use a model without it",
+            )
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None:
+            raise ModelError(
+                "model", f"{self.path.name} has no token embedding", "use a complete GGUF file"
+            )
+        hidden = self._need(architecture, "embedding_length")
+        heads = self._need(architecture, "attention.head_count")
+        head_dim = self._get(architecture, "attention.key_length") or self._get(
+            architecture, "rope.dimension_count"
+        )
+        context = self._need(architecture, "context_length")
+        divisors = self._tensors.get(_ROPE_DIVISORS)
+        first_layer = {name.removeprefix("blk.0.") for name in self._tensors}
+        return ModelConfig(
+            model_type=architecture,
+            vocab_size=int(embedding.shape[1]),
+            hidden_size=hidden,
+            intermediate_size=self._need(architecture, "feed_forward_length"),
+            num_layers=self._need(architecture, "block_count"),
+            num_heads=heads,
+            num_kv_heads=self._get(architecture, "attention.head_count_kv", heads),
+            head_dim=head_dim or hidden // heads,
+            context=min(context, self._get(architecture, "attention.sliding_window") or context),
+            rms_norm_eps=self._need(architecture, "attention.layer_norm_rms_epsilon"),
+            rope_theta=self._get(architecture, "rope.freq_base", 10000.0),
+            rope_divisors=None if divisors is None else tuple(divisors.data.tolist()),
+            tied_embeddings="output.weight" not in self._tensors,
+            qkv_bias="attn_q.bias" in first_layer,
+            output_bias="attn_output.bias" in first_layer,
+            mlp_bias="ffn_down.bias" in first_layer,
+            qk_norm="attn_q_norm.weight" in first_layer,
+        )
+
+    def _get(self, architecture: str, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{architecture}.{key}", default)
+
+    def _need(self, architecture: str, key: str) -> Any:
+        value = self._get(architecture, key)
+        if value is None:
+            raise ModelError(
+                "model",
+                f"{self.path.name} lacks the metadata key {architecture}.{key}",
+                "use a complete GGUF file",
+            )
+        return value
+
+
+def _hf_name(gguf_name: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor; None for one the decoder has no use for."""
+    if gguf_name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[gguf_name]
+    match = _LAYER_PATTERN.fullmatch(gguf_name)
+    if match is None or match[2] not in _LAYER_NAMES:
+        return None
+    return layer_name(int(match[1]), f"{_LAYER_NAMES[match[2]]}.{match[3]}")
+
+
+def _halves_apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Move rotary partners (2i, 2i + 1) of each head to (i, i + head_dim / 2)."""
+    paired = rows.view(heads, -1, 2, *rows.shape[1:])
+    return paired.transpose(1, 2).reshape(rows.shape)

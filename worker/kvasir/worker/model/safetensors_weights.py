@@ -1,0 +1,76 @@
+"""Weights of a folder in Hugging Face layout: one safetensors file, or shards with an index."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvasir.worker.model.errors import ModelError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsWeights:
+    """A WeightSource over the safetensors files of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = _files(folder)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._file_of: dict[str, Path] = {}
+        for file in self.files:
+            for name, shape in _file_shapes(file).items():
+                self._shapes[name] = shape
+                self._file_of[name] = file
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        file = self._file_of[name]
+        with safe_open(file, framework="pt") as reader:
+            tensor: torch.Tensor = reader.get_tensor(name)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise ModelError(
+                file.name,
+                f"tensor {name} has dtype {tensor.dtype}, that is a quantized checkpoint",
+                "use the float16, bfloat16 or float32 checkpoint of the model",
+            )
+        return tensor
+
+
+def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            names = reader.keys()
+            return {name: tuple(reader.get_slice(name).get_shape()) for name in names}
+    except SafetensorError as error:
+        raise ModelError(
+            str(file), f"not a readable safetensors file ({error})", "download it again"
+        ) from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """The folder's weight files, all of which exist."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelError(
+            str(folder),
+            f"has neither {_SINGLE} nor {_INDEX}",
+            "give a folder with the model's weights as safetensors",
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(
+            str(index), f"not a readable shard index ({error!r})", "download it again"
+        ) from error
+    files = [folder / Path(name).name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ModelError(str(file), "shard named in the index is missing", "download it")
+    return files

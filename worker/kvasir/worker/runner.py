@@ -1,0 +1,122 @@
+"""Runs step plans on one device: tensors in, tokens out.
+
+Owns the decoder and the KV cache. Knows nothing of requests beyond the chunks of the plan
+in hand: two plans with the same chunks give the same result.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from kvasir.worker.contracts import Chunk, Sampled, StepPlan, StepResult, TokenLogprobs
+from kvasir.worker.model.attention import build_batch, sorted_for_attention
+from kvasir.worker.model.decoder import Decoder
+from kvasir.worker.model.kv_cache import KvCache
+from kvasir.worker.sampling.logprobs import token_logprobs
+from kvasir.worker.sampling.sampler import sample
+
+_LOGITS_ROWS = 64
+"""Rows of prompt logits in memory at once: a whole chunk's would be 100 MB or more."""
+
+
+class TorchRunner:
+    """The Runner of contracts.py, on CPU or CUDA."""
+
+    def __init__(self, decoder: Decoder, cache: KvCache, eos_token_ids: frozenset[int]) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._cache.block_bytes
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute every chunk: write its KV, and sample where asked."""
+        if not plan.chunks:
+            return {}
+        if len({chunk.request_id for chunk in plan.chunks}) != len(plan.chunks):
+            raise ValueError("a plan names a request twice")
+        chunks = sorted_for_attention(plan.chunks)
+        with torch.inference_mode():
+            hidden = self._forward(chunks)
+            sampled = self._sample(hidden, chunks)
+            return {
+                chunk.request_id: Sampled(
+                    token_id=drawn.token_id,
+                    logprobs=drawn.logprobs,
+                    prompt_logprobs=self._prompt_logprobs(hidden[first:end], chunk),
+                )
+                for chunk, drawn, (first, end) in zip(chunks, sampled, _rows(chunks), strict=True)
+            }
+
+    def read_blocks(self, block_ids: Sequence[int], filled_tokens: int) -> memoryview:
+        """Copy blocks out, in order, as bytes; zero beyond ``filled_tokens``."""
+        with torch.inference_mode():
+            return self._cache.read_blocks(block_ids, filled_tokens)
+
+    def write_blocks(self, block_ids: Sequence[int], payload: memoryview) -> None:
+        """Copy verified bytes in; ValueError if the length is not that of the blocks."""
+        with torch.inference_mode():
+            self._cache.write_blocks(block_ids, payload)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        config = self._decoder.config
+        device = self._decoder.device
+        tokens = list(chain.from_iterable(chunk.token_ids for chunk in chunks))
+        positions = list(
+            chain.from_iterable(
+                range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks
+            )
+        )
+        return self._decoder.forward(
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            build_batch(chunks, config.num_heads // config.num_kv_heads, self._cache),
+            self._cache,
+        )
+
+    def _sample(self, hidden: Tensor, chunks: Sequence[Chunk]) -> list[Sampled]:
+        """One entry per chunk, empty where no token is asked for."""
+        asked = [
+            (index, end - 1, spec)
+            for index, ((_, end), chunk) in enumerate(zip(_rows(chunks), chunks, strict=True))
+            if (spec := chunk.sample) is not None
+        ]
+        results = [Sampled()] * len(chunks)
+        if asked:
+            logits = self._decoder.logits(hidden[[row for _, row, _ in asked]])
+            drawn = sample(logits, [spec for _, _, spec in asked], self._eos_token_ids)
+            for (index, _, _), token in zip(asked, drawn, strict=True):
+                results[index] = token
+        return results
+
+    def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
+        """Of the token that follows each position; the last one's may be unknown."""
+        if chunk.prompt_logprobs is None:
+            return ()
+        following = list(chunk.token_ids[1:])
+        if chunk.next_token_id is not None:
+            following.append(chunk.next_token_id)
+        found: list[TokenLogprobs] = []
+        for first in range(0, len(following), _LOGITS_ROWS):
+            targets = following[first : first + _LOGITS_ROWS]
+            logits = self._decoder.logits(hidden[first : first + len(targets)])
+            found += token_logprobs(logits, targets, [chunk.prompt_logprobs] * len(targets))
+        return tuple(found)
+
+
+def _rows(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """First row and end of each chunk in the flat batch."""
+    bounds = []
+    end = 0
+    for chunk in chunks:
+        first, end = end, end + len(chunk.token_ids)
+        bounds.append((first, end))
+    return bounds

@@ -1,0 +1,1 @@
+"""Drawing output tokens from logits."""

@@ -1,0 +1,77 @@
+"""One token per row of logits, for a whole batch at once.
+
+The random number of a row depends on its seed and output index alone, and every other
+step treats rows apart; so a token depends on nothing but its own logits and request.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvasir.worker.contracts import Sampled, SampleSpec
+from kvasir.worker.sampling.adjust import adjust
+from kvasir.worker.sampling.logprobs import token_logprobs
+from kvasir.worker.sampling.rng import uniforms
+from kvasir.worker.sampling.truncate import truncate
+
+
+def sample(logits: Tensor, specs: Sequence[SampleSpec], eos_ids: frozenset[int]) -> list[Sampled]:
+    """Draw one token per row.
+
+    Args:
+        logits: float32 [rows, vocab], as the model gave them.
+        specs: what each row's request wants.
+        eos_ids: tokens that end a sequence, banned while a spec has ``forbid_stop``.
+
+    Raises:
+        FloatingPointError: the logits are not numbers; the model is broken.
+    """
+    adjusted = adjust(logits, specs, eos_ids)
+    best, greedy = adjusted.max(-1)
+    if not bool(best.isfinite().all()):
+        raise FloatingPointError("the model computed logits that are not finite")
+    tokens: list[int] = greedy.tolist()
+    drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0]
+    if drawn:
+        chosen = _draw(_rows(adjusted, drawn), [specs[row] for row in drawn])
+        for row, token in zip(drawn, chosen, strict=True):
+            tokens[row] = token
+    return _with_logprobs(logits, specs, tokens)
+
+
+def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """Inverse transform sampling, in token-id order and float64."""
+    params = [spec.params for spec in specs]
+    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
+    # The greatest logit is moved to 0 first: a tiny temperature then overflows to -inf only.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    cumulative = truncate(scaled, params).double().exp().cumsum(-1)
+    total = cumulative[:, -1]
+    random = uniforms([p.seed for p in params], [spec.index for spec in specs])
+    # Rounding must not carry a product up to the total: no token would be left above it.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(torch.from_numpy(random).to(logits.device) * total, below)
+    # ``right`` skips tokens of no probability: the first sum above the target is taken.
+    tokens: list[int] = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].tolist()
+    return tokens
+
+
+def _with_logprobs(
+    logits: Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]
+) -> list[Sampled]:
+    wanted = [(row, k) for row, spec in enumerate(specs) if (k := spec.params.logprobs) is not None]
+    sampled = [Sampled(token_id=token) for token in tokens]
+    if wanted:
+        rows = [row for row, _ in wanted]
+        found = token_logprobs(
+            _rows(logits, rows), [tokens[row] for row in rows], [k for _, k in wanted]
+        )
+        for row, logprobs in zip(rows, found, strict=True):
+            sampled[row] = Sampled(token_id=tokens[row], logprobs=logprobs)
+    return sampled
+
+
+def _rows(logits: Tensor, rows: list[int]) -> Tensor:
+    """These rows; no copy where they are all."""
+    return logits if len(rows) == len(logits) else logits[rows]

@@ -1,0 +1,1 @@
+"""The worker's gRPC service: what routers and operators see of an engine."""

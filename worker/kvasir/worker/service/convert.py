@@ -1,0 +1,124 @@
+"""Contracts to protobuf: what a worker says to routers and to other workers.
+
+The way in, which has everything to check, is ``requests.py``.
+"""
+
+from collections.abc import Sequence
+
+from kvasir.proto.errors import Refusal
+from kvasir.proto.v1 import engine_pb2 as pb
+from kvasir.worker.contracts import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Finish,
+    KvEvent,
+    Load,
+    Output,
+    PrefillOutcome,
+    PrefillReport,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+_FINISH = {
+    Finish.STOP: pb.FINISH_REASON_STOP,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.ABORTED: pb.FINISH_REASON_ABORTED,
+    Finish.REFUSED: pb.FINISH_REASON_REFUSED,
+}
+_OUTCOME = {
+    PrefillOutcome.LOCAL: pb.PREFILL_OUTCOME_LOCAL,
+    PrefillOutcome.REMOTE: pb.PREFILL_OUTCOME_REMOTE,
+    PrefillOutcome.RECOMPUTED: pb.PREFILL_OUTCOME_RECOMPUTED,
+}
+
+
+def sampling_proto(params: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=sorted(params.stop_token_ids),
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+    )
+
+
+def logprobs_proto(value: TokenLogprobs | None) -> pb.TokenLogprobs:
+    """None, for a first prompt token, is an empty message."""
+    if value is None:
+        return pb.TokenLogprobs()
+    return pb.TokenLogprobs(
+        logprob=value.logprob,
+        rank=value.rank,
+        top_ids=[token for token, _ in value.top],
+        top_logprobs=[logprob for _, logprob in value.top],
+    )
+
+
+def output_proto(output: Output, prefill_worker_id: str = "") -> pb.SequenceOutput:
+    """``prefill_worker_id`` is named only where that worker was asked."""
+    return pb.SequenceOutput(
+        request_id=output.request_id,
+        token_ids=output.token_ids,
+        logprobs=[logprobs_proto(one) for one in output.logprobs],
+        finish_reason=_FINISH[output.finish] if output.finish else pb.FINISH_REASON_UNSPECIFIED,
+        refusal=output.refusal.to_proto() if output.refusal is not None else None,
+        prefill=_report_proto(output.prefill, prefill_worker_id) if output.prefill else None,
+        prompt_logprobs=[logprobs_proto(one) for one in output.prompt_logprobs],
+    )
+
+
+def _report_proto(report: PrefillReport, prefill_worker_id: str) -> pb.PrefillReport:
+    return pb.PrefillReport(
+        cached_tokens=report.cached_tokens,
+        outcome=_OUTCOME[report.outcome],
+        prefill_worker_id="" if report.outcome is PrefillOutcome.LOCAL else prefill_worker_id,
+    )
+
+
+def refused_proto(request_id: str, refusal: Refusal) -> pb.SequenceOutput:
+    return output_proto(Output(request_id, finish=Finish.REFUSED, refusal=refusal))
+
+
+def events_proto(first_sequence: int, events: Sequence[KvEvent]) -> pb.KvEventBatch:
+    return pb.KvEventBatch(
+        first_sequence=first_sequence, events=[_event_proto(event) for event in events]
+    )
+
+
+def _event_proto(event: KvEvent) -> pb.KvEvent:
+    match event:
+        case BlocksStored(parent_hash, hashes):
+            return pb.KvEvent(stored=pb.BlocksStored(parent_hash=parent_hash, block_hashes=hashes))
+        case BlocksRemoved(hashes):
+            return pb.KvEvent(removed=pb.BlocksRemoved(block_hashes=hashes))
+        case CacheCleared():
+            return pb.KvEvent(cleared=pb.CacheCleared())
+
+
+def load_proto(load: Load, *, draining: bool, role: pb.Role.ValueType) -> pb.LoadReport:
+    return pb.LoadReport(
+        running=load.running,
+        waiting=load.waiting,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        active_kv_tokens=load.active_kv_tokens,
+        kv_blocks_total=load.kv_blocks_total,
+        kv_blocks_used=load.kv_blocks_used,
+        kv_blocks_cached=load.kv_blocks_cached,
+        prefix_query_tokens=load.prefix_query_tokens,
+        prefix_hit_tokens=load.prefix_hit_tokens,
+        preemptions=load.preemptions,
+        draining=draining,
+        role=role,
+    )

@@ -1,0 +1,1 @@
+"""KV transfer between workers: the receiver calls, the holder streams, the RPC is the lease."""
