@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from helpers.fake_runner import FakeRunner
 from kvasir.worker.contracts import Output, Request, Sampled, SamplingParams, StepPlan, Work
-from kvasir.worker.scheduler import Progress, Reserved, Scheduler, SchedulerConfig
+from kvasir.worker.scheduler import Scheduler, SchedulerConfig
+from kvasir.worker.signals import Progress, Reserved
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 50

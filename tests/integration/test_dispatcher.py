@@ -29,6 +29,7 @@ from kvasir.router.contracts import (
     TokenEvent,
 )
 from kvasir.router.dispatcher import FleetDispatcher
+from kvasir.router.prefix_index import SPECULATION_SECONDS
 
 PROMPT = tuple(range(100, 140))
 
@@ -48,7 +49,7 @@ def generation(
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event to offer
+        while not condition():  # noqa: ASYNC110 - any state may be waited for
             await asyncio.sleep(0.01)
 
 
@@ -159,7 +160,7 @@ async def test_streams_tokens_and_finish(stage: Stage) -> None:
     assert worker.aborts == []
     assert stage.metric("generations_total", outcome="length") == 1
     assert stage.metric("generations_in_flight") == 0
-    assert stage.metric("worker_in_flight", worker="w0") == 0
+    await until(lambda: stage.metric("worker_in_flight", worker="w0") == 0)
 
 
 async def test_sampling_reaches_the_worker_and_logprobs_come_back(stage: Stage) -> None:
@@ -436,6 +437,21 @@ async def test_gap_in_events_makes_one_resync(stage: Stage) -> None:
     await until(lambda: index.match(chain) == {})
 
 
+async def test_speculation_lasts_as_long_as_the_prompt_waits(stage: Stage) -> None:
+    gate = asyncio.Event()
+    await stage.worker("w0", script=Script(first_token_gate=gate))
+    dispatcher = await stage.dispatcher()
+    index = dispatcher._fleet.index
+    chain = block_hashes(PROMPT, BLOCK_SIZE)
+    serving = asyncio.create_task(collect(dispatcher, generation()))
+    await asyncio.sleep(SPECULATION_SECONDS + 1)
+    assert index.match(chain) == {"w0": len(chain)}
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    await until(lambda: index.match(chain) == {})
+
+
 # --- refusals -------------------------------------------------------------------------------
 
 
@@ -541,6 +557,16 @@ async def test_prefill_worker_alone_serves_nobody(stage: Stage) -> None:
     assert worker.submits == []
 
 
+async def test_role_change_takes_effect_with_the_next_report(stage: Stage) -> None:
+    worker = await stage.worker("w0")
+    dispatcher = await stage.dispatcher()
+    worker.info.role = pb.ROLE_PREFILL
+    await until(lambda: not dispatcher.ready())
+    assert dispatcher.workers()[0].role == "prefill"
+    worker.info.role = pb.ROLE_DECODE
+    await until(dispatcher.ready)
+
+
 async def test_queue_limit(stage: Stage) -> None:
     gate = asyncio.Event()
     await stage.worker("w0", script=Script(first_token_gate=gate))
@@ -583,7 +609,7 @@ async def test_closing_early_aborts(stage: Stage) -> None:
     await until(lambda: worker.aborts == ["r1"])
     await until(lambda: not worker.live)
     assert stage.metric("generations_total", outcome="client_gone") == 1
-    assert stage.metric("worker_in_flight", worker="w0") == 0
+    await until(lambda: stage.metric("worker_in_flight", worker="w0") == 0)
 
 
 async def test_cancelling_while_queued_aborts(stage: Stage) -> None:

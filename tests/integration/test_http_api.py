@@ -311,7 +311,7 @@ def _word(count: int) -> str:
 
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("chat/completions", CHAT | {"messages": []}, 400, "messages", "at least 1"),
-    ("chat/completions", CHAT | {"messages": "hello"}, 400, "messages", "list"),
+    ("chat/completions", CHAT | {"messages": "hello"}, 400, "messages", "array"),
     ("chat/completions", CHAT | {"temperature": -1}, 400, "temperature", "not -1"),
     ("chat/completions", CHAT | {"n": 1000}, 400, "n", "at most 16"),
     ("chat/completions", CHAT | {"stop": ["x"] * 1000}, 400, "stop", "at most 16"),

@@ -1,6 +1,7 @@
 """The engine with its real thread, a fake runner, and calls from other threads."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -52,11 +53,12 @@ class Rig:
         self.fatal: list[BaseException] = []
         self.failed = threading.Event()
         self.now = 0.0
+        self.clock_reads = 0
         self.engine = Engine(
             Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, **settings)),  # type: ignore[arg-type]  # by name
             self.runner,
             self.listener,
-            clock=lambda: self.now,
+            clock=self._clock,
             on_fatal=self._on_fatal,
         )
 
@@ -67,6 +69,10 @@ class Rig:
         """Wait until nothing runs, waits or holds blocks."""
         self.listener.wait_load(lambda load: load.running == load.waiting == 0)
         assert self.engine.load().kv_blocks_used == 0
+
+    def _clock(self) -> float:
+        self.clock_reads += 1
+        return self.now
 
     def _on_fatal(self, error: BaseException) -> None:
         self.fatal.append(error)
@@ -234,12 +240,25 @@ def test_a_deadline_wakes_a_sleeping_engine(make_rig: Callable[..., Rig]) -> Non
     rig.settle()
 
 
+def test_a_deadline_beyond_all_time_does_no_harm(make_rig: Callable[..., Rig]) -> None:
+    rig, sink = make_rig(num_blocks=4), Recorder()
+    rig.submit(make_request("hold", range(10), work=Work.PREFILL), sink)
+    sink.wait_finished("hold")
+    rig.submit(make_request("far", range(20, 30), 1, deadline=1e300), sink)
+    rig.listener.wait_load(lambda load: load.waiting == 1)
+    rig.engine.release("hold")
+    sink.wait_finished("far")
+    assert sink.finish("far") is Finish.LENGTH
+
+
 def test_a_waiting_receive_does_not_spin(make_rig: Callable[..., Rig]) -> None:
     rig, sink = make_rig(), Recorder()
-    request = make_request("r", range(6), 2, work=Work.RECEIVE, deadline=1e300)
+    request = make_request("r", range(6), 2, work=Work.RECEIVE)
     rig.submit(request, sink)
     sink.wait(lambda: sink.reservations == [("r", 0)])
     rig.listener.wait_load(lambda load: load.running == 1)
+    time.sleep(0.05)  # time enough for thousands of idle steps
+    assert rig.clock_reads < 10
     assert rig.runner.steps == []
     payload, sampled = remote_prefill(request)
     assert rig.engine.commit_blocks("r", 0, payload).result(WAIT_SECONDS)
@@ -278,13 +297,28 @@ def test_wrong_block_ranges_go_back_to_the_caller(make_rig: Callable[..., Rig]) 
 
 def test_stop_tells_all_and_later_calls_are_settled(make_rig: Callable[..., Rig]) -> None:
     rig, sink = make_rig(max_running_requests=2), Recorder()
-    for request_id, work in (("run", Work.GENERATE), ("r", Work.RECEIVE), ("wait", Work.GENERATE)):
-        rig.submit(make_request(request_id, range(6), 90, work=work), sink)
+    rig.submit(make_request("r", range(6), work=Work.RECEIVE), sink)
     sink.wait(lambda: bool(sink.reservations))
+    rig.runner.gate.clear()
+    running = make_request("run", range(6), 90)
+    rig.submit(running, sink)
+    assert rig.runner.entered.wait(WAIT_SECONDS)
+    rig.submit(make_request("wait", range(6)), sink)
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(rig.engine.stop)
+        while (refusal := rig.engine.submit(running, sink)) is None or (
+            refusal.reason is not Reason.INTERNAL
+        ):
+            time.sleep(0.001)
+        late = rig.engine.read_blocks("r", 0, 1)
+        assert not stopping.done(), "the step is finished first"
+        rig.runner.gate.set()
+        stopping.result(WAIT_SECONDS)
+    assert late.result(0) is None
     rig.engine.stop()
-    rig.engine.stop()
-    assert [sink.finish(request_id) for request_id in ("r", "wait")] == [Finish.ABORTED] * 2
-    assert sink.finish("run") is not None
+    for request_id in ("r", "run", "wait"):
+        assert sink.finish(request_id) is Finish.ABORTED
+    assert sink.tokens("run") == expected(running)[:1]
     payload, sampled = remote_prefill(make_request("r", range(6)))
     assert rig.engine.commit_blocks("r", 0, payload).result(0) is False
     assert rig.engine.read_blocks("r", 0, 1).result(0) is None

@@ -62,10 +62,10 @@ def write(path: Path, folder: Path, config: Any, extra: dict[str, np.ndarray]) -
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     alphabet = [chr(0x100 + index) for index in range(TINY_VOCAB)]
+    alphabet[2] = alphabet[0] + alphabet[1]
     writer.add_token_list(alphabet)
     writer.add_token_types([1] * TINY_VOCAB)
     writer.add_token_merges([f"{alphabet[0]} {alphabet[1]}"])
-    alphabet[2] = alphabet[0] + alphabet[1]
     writer.add_eos_token_id(2)
     for name, tensor in load_file(folder / "model.safetensors").items():
         values = tensor.numpy()

@@ -19,7 +19,8 @@ from kvasir.worker.contracts import (
     StepPlan,
     Work,
 )
-from kvasir.worker.scheduler import Progress, Reserved, SchedulerConfig
+from kvasir.worker.scheduler import SchedulerConfig
+from kvasir.worker.signals import Progress, Reserved
 
 
 def sizes(plan: StepPlan) -> dict[str, int]:

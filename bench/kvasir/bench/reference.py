@@ -103,14 +103,15 @@ def huggingface_folder(url: str, cache: Path) -> Path:
 
 
 def _load(path: Path) -> tuple[Any, Any]:
+    # Read when transformers is imported: fetch nothing, draw no progress bars.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         transformers: Any = importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise MissingReferenceError(
             "this needs transformers, which is not installed: pip install transformers"
         ) from None
-    transformers.utils.logging.disable_progress_bar()
     auto_model, auto_tokenizer = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
     if path.is_dir():
         model = auto_model.from_pretrained(path, dtype=torch.float32)

@@ -195,7 +195,7 @@ class Stack:
         """The router's view of its workers: WorkerStatus as JSON, one object per worker."""
         async with self._http.get(f"{self.url}/workers") as response:
             response.raise_for_status()
-            rows: list[dict[str, Any]] = (await response.json())["workers"]
+            rows: list[dict[str, Any]] = await response.json()
             return rows
 
     async def worker_metrics(self, worker_id: str) -> Samples:

@@ -4,7 +4,6 @@ async with running_dispatcher(config, registry) as dispatcher:
     async for event in dispatcher.generate(generation): ...
 """
 
-import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -107,4 +106,4 @@ async def running_dispatcher(
     try:
         yield dispatcher
     finally:
-        await asyncio.shield(dispatcher.close())
+        await dispatcher.close()

@@ -29,7 +29,7 @@ from kvasir.router.member import Member
 from kvasir.router.metrics import RouterMetrics
 from kvasir.router.pools import Loads, Pools
 from kvasir.router.prefix_index import PrefixIndex
-from kvasir.router.worker_link import LOST_SECONDS, SUSPECT_SECONDS, WorkerLink
+from kvasir.router.worker_link import LOST_SECONDS, SUSPECT_SECONDS, WorkerLink, report_crash
 
 log = logging.getLogger("kvasir.router")
 
@@ -72,6 +72,7 @@ class Fleet:
         """Read the discovery file and begin to connect."""
         self._tick()
         self._ticker = asyncio.create_task(self._run(), name="fleet")
+        self._ticker.add_done_callback(report_crash)
 
     async def close(self) -> None:
         """End all sessions; requests still running are told that their worker is lost."""
@@ -101,6 +102,8 @@ class Fleet:
             if member.link.is_open and silence > LOST_SECONDS:
                 member.link.give_up()
             self.refresh(member)
+            in_flight = self._metrics.worker_in_flight.labels(member.worker_id)
+            in_flight.set(member.load.in_flight)
         self.index.tick()
         self._metrics.index_bytes.set(self.index.bytes_used)
         self._metrics.index_blocks.set(self.index.num_blocks)
@@ -150,7 +153,6 @@ class Fleet:
         """After any change of a member: its place and cost in the pools."""
         if member.group is None or self._members.get(member.worker_id) is not member:
             return
-        self._metrics.worker_in_flight.labels(member.worker_id).set(member.load.in_flight)
         if not self._is_served(member.group):
             self.pools.remove(member.worker_id)
             return

@@ -30,6 +30,12 @@ class Placement:
     prefill: Member | None
     """Computes the prompt; None: the decode worker does."""
     decision: Decision
+    chain: Sequence[bytes]
+    """Block hashes of all tokens to compute."""
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +93,9 @@ class Placer:
         prompt = prompts[group.block_size]
         decode = self._fleet.member(worker)
         prefill, decision = self._prefill_worker(generation, group, decode, prompt)
-        placement = Placement(wire_id, group, decode, prefill, decision)
+        placement = Placement(wire_id, group, decode, prefill, decision, prompt.chain)
         self._charge(placement, prompt)
+        self.speculate(placement)
         return placement
 
     def computed(self, placement: Placement) -> None:
@@ -101,10 +108,14 @@ class Placer:
 
     def release(self, placement: Placement) -> None:
         """The attempt is over, however it went. Idempotent."""
-        for member in (placement.decode, placement.prefill):
-            if member is not None:
-                member.load.release(placement.wire_id)
-                self._fleet.refresh(member)
+        for member in placement.members:
+            member.load.release(placement.wire_id)
+            self._fleet.refresh(member)
+
+    def speculate(self, placement: Placement) -> None:
+        """The workers are going to hold the prompt: prompts with its prefix may follow it."""
+        for member in placement.members:
+            self._fleet.index.speculate(member.worker_id, placement.chain)
 
     def _prompt(
         self, generation: Generation, output_ids: Sequence[int], block_size: int
@@ -151,10 +162,8 @@ class Placer:
                 kv_tokens=prompt.num_tokens,
                 new_tokens=uncached,
             )
-        for member in (decode, prefill):
-            if member is not None:
-                self._fleet.index.speculate(member.worker_id, prompt.chain)
-                self._fleet.refresh(member)
+        for member in placement.members:
+            self._fleet.refresh(member)
 
 
 def _work(member: Member, prompt: _Prompt) -> PrefillWork:

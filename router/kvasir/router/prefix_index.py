@@ -5,7 +5,8 @@ the clock is passed in. Imports nothing of gRPC.
 
 Invariants
 - A set bit of a live worker means: its events said so (``_masks``), or a request with that
-  prefix was sent to it less than ``SPECULATION_SECONDS`` ago (``_guesses``).
+  prefix was sent to it less than ``SPECULATION_SECONDS`` ago (``_guesses``); the sender
+  may say so again while the request waits.
 - Events are applied in sequence without gaps. At a gap the caller is asked exactly once
   for a snapshot; until that is complete, later events wait in a buffer.
 - A worker that is removed, restarted or cleared loses its bit at once. A lost bit matches

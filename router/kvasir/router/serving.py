@@ -43,6 +43,8 @@ CAPACITY_RETRY_AFTER = 5.0
 MAX_LOSSES = 4
 """Workers lost in a row without a token between: such a request may be what kills them."""
 MAX_REFUSALS = 16
+SPECULATE_EVERY = 1.0
+"""While a prompt is not computed, the speculation that it soon will be is renewed this often."""
 REPLAY_BACKOFF = 0.25
 """Between rounds of asking workers that are all full to take a replay."""
 
@@ -86,6 +88,7 @@ class Serving:
         self._refused_by: set[str] = set()
         self._refusals = 0
         self._last_refusal: Refusal | None = None
+        self._renewal: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[GenerationEvent]:
         """All events, ending with Finished or Refused. Close it to abort."""
@@ -163,6 +166,7 @@ class Serving:
         link = placement.decode.link
         queue = link.submit(submit)
         timer = self._start_timer(queue)
+        self._renew_later(placement)
         running = True
         try:
             while running:
@@ -186,6 +190,7 @@ class Serving:
         finally:
             if timer is not None:
                 timer.cancel()
+            self._stop_renewal()
             link.leave(placement.wire_id, abort=running)
             self._placer.release(placement)
 
@@ -196,9 +201,22 @@ class Serving:
         loop = asyncio.get_running_loop()
         return loop.call_later(self._seconds_left(), queue.put_nowait, Ending.DEADLINE)
 
+    def _renew_later(self, placement: Placement) -> None:
+        def renew() -> None:
+            self._placer.speculate(placement)
+            self._renew_later(placement)
+
+        self._renewal = asyncio.get_running_loop().call_later(SPECULATE_EVERY, renew)
+
+    def _stop_renewal(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
+
     def _tokens(self, output: pb.SequenceOutput, placement: Placement) -> GenerationEvent:
         if output.HasField("prefill"):
             self._placer.computed(placement)
+            self._stop_renewal()
             broke = output.prefill.outcome == pb.PREFILL_OUTCOME_RECOMPUTED
             if broke and placement.prefill is not None:
                 self._fleet.trip(placement.prefill)

@@ -130,6 +130,7 @@ class WorkerLink:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link-{self.worker_id}")
+        self._task.add_done_callback(report_crash)
 
     async def retire(self) -> None:
         """Close once the last request is over; do not connect again."""
@@ -282,6 +283,12 @@ class WorkerLink:
         if reason != self._complaint:
             self._complaint = reason
             log.warning("no session worker=%s reason=%s", self.worker_id, reason)
+
+
+def report_crash(task: asyncio.Task[None]) -> None:
+    """For tasks that nobody awaits: a bug in one of them must not pass in silence."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("internal error, task ended task=%s", task.get_name(), exc_info=error)
 
 
 async def _read(call: _SessionCall) -> pb.WorkerMessage | None:

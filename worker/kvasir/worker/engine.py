@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvasir.proto.errors import Reason, Refusal
+from kvasir.worker.calls import Call
 from kvasir.worker.contracts import (
     EngineListener,
     HoldSink,
@@ -29,33 +29,10 @@ from kvasir.worker.contracts import (
     Runner,
     Sampled,
 )
-from kvasir.worker.scheduler import Progress, Scheduler
-from kvasir.worker.sequence import BlockRangeError
+from kvasir.worker.scheduler import Scheduler
+from kvasir.worker.signals import Progress
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Call(Generic[T]):
-    """Something to do on the engine thread."""
-
-    function: Callable[[], T]
-    future: Future[T]
-
-    def run(self) -> None:
-        """A wrong block range is the caller's fault and goes back to it; all else is fatal."""
-        self.future.set_running_or_notify_cancel()
-        try:
-            self.future.set_result(self.function())
-        except BlockRangeError as error:
-            self.future.set_exception(error)
-        except BaseException as error:
-            self.future.set_exception(error)
-            raise
-
-    def fail(self, error: BaseException) -> None:
-        self.future.set_running_or_notify_cancel()
-        self.future.set_exception(error)
 
 
 class Engine:
@@ -92,7 +69,7 @@ class Engine:
         self._event_sequence = 0
 
         self._wake = threading.Condition()  # guards everything below
-        self._commands: list[_Call[Any]] = []
+        self._commands: list[Call[Any]] = []
         self._sinks: dict[str, OutputSink] = {}
         self._num_submitted = 0  # requests accepted so far ...
         self._num_absorbed = 0  # ... and how many of them the load tells of
@@ -320,7 +297,7 @@ class Engine:
 
     def _queue(self, function: Callable[[], T]) -> Future[T]:
         """Have the engine thread do something. The caller holds the lock."""
-        call = _Call(function, Future())
+        call = Call(function, Future())
         if self._ended:
             self._settle(call)
         else:
@@ -328,7 +305,7 @@ class Engine:
             self._wake.notify()
         return call.future
 
-    def _settle(self, call: _Call[Any]) -> None:
+    def _settle(self, call: Call[Any]) -> None:
         """Answer a call that comes after the end: the thread is gone, and so is every request."""
         if self._fatal is None:
             call.run()

@@ -24,7 +24,6 @@ Invariants:
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.worker.block_pool import InvariantError
@@ -44,27 +43,9 @@ from kvasir.worker.contracts import (
 from kvasir.worker.kv_blocks import KvBlocks
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.sequence import Sequence, State
+from kvasir.worker.signals import Progress, Reserved, Signal
 
-__all__ = ["Progress", "Reserved", "Scheduler", "SchedulerConfig", "Signal"]
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """For ReceiveSink.reserved."""
-
-    request_id: str
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """For HoldSink.progress."""
-
-    request_id: str
-    computed_tokens: int
-
-
-Signal = Reserved | Progress
+__all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:

@@ -4,6 +4,7 @@ Adds no behavior of its own: what a route does is in its handler, what all have 
 the middleware.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -48,7 +49,7 @@ def build_app(
     app[status.REGISTRY] = registry
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(_drain)
-    app.cleanup_ctx.append(_close_threads)
+    app.cleanup_ctx.append(_served_model)
     app.add_routes(
         [
             web.post("/v1/chat/completions", _handler(chat.create)),
@@ -93,6 +94,10 @@ async def _drain(app: web.Application) -> None:
     app[API].draining = True
 
 
-async def _close_threads(app: web.Application) -> AsyncIterator[None]:
+async def _served_model(app: web.Application) -> AsyncIterator[None]:
+    served = app[API].served
+    preparing = asyncio.create_task(served.prepare())
     yield
-    app[API].served.close()
+    preparing.cancel()
+    await asyncio.gather(preparing, return_exceptions=True)
+    served.close()

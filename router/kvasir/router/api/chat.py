@@ -14,8 +14,8 @@ from kvasir.router.api.plan import Common, Plan, PlannedPrompt
 from kvasir.router.api.respond import respond
 from kvasir.router.api.responses import (
     ChatChunk,
+    ChatChunkChoice,
     ChatCompletion,
-    ChatDelta,
     ChatLogprobs,
     Usage,
 )
@@ -75,31 +75,31 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
 
-    def chunk(self, delta: Delta) -> ChatChunk | None:
-        first = delta.index not in self._begun
-        if not (first or delta.text or delta.tokens or delta.finish_reason):
-            return None
-        self._begun.add(delta.index)
-        content: ChatDelta = {}
-        if first:
-            content["role"] = "assistant"
-        if first or delta.text:
-            content["content"] = delta.text
-        chunk = self._chunk()
-        chunk["choices"] = [
-            {
+    def chunks(self, delta: Delta) -> list[ChatChunk]:
+        """A choice begins with a chunk of its own that has the role alone, as OpenAI's do:
+        the official client counts logprobs twice that come with a choice's first chunk."""
+        chunks = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            begin: ChatChunkChoice = {
                 "index": delta.index,
-                "delta": content,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            chunks.append(self._chunk(begin))
+        if delta.text or delta.tokens or delta.finish_reason:
+            choice: ChatChunkChoice = {
+                "index": delta.index,
+                "delta": {"content": delta.text} if delta.text else {},
                 "logprobs": self._logprobs(delta) if delta.tokens else None,
                 "finish_reason": delta.finish_reason,
             }
-        ]
-        return chunk
+            chunks.append(self._chunk(choice))
+        return chunks
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
-        chunk = self._chunk()
-        chunk["usage"] = usage
-        return chunk
+        return {**self._chunk(), "usage": usage}
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> ChatCompletion:
         return {
@@ -119,13 +119,13 @@ class ChatFormat:
             "usage": usage,
         }
 
-    def _chunk(self) -> ChatChunk:
+    def _chunk(self, *choices: ChatChunkChoice) -> ChatChunk:
         return {
             "id": self._id,
             "object": "chat.completion.chunk",
             "created": self._created,
             "model": self._model,
-            "choices": [],
+            "choices": list(choices),
         }
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:

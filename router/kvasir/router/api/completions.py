@@ -84,10 +84,10 @@ class CompletionFormat:
         self._scored = body.logprobs is not None
         self._tokenizer = tokenizer
 
-    def chunk(self, delta: Delta) -> Completion | None:
+    def chunks(self, delta: Delta) -> list[Completion]:
         if not (delta.text or delta.tokens or delta.finish_reason):
-            return None
-        return self._completion([self._choice(delta)])
+            return []
+        return [self._completion([self._choice(delta)])]
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return {**self._completion([]), "usage": usage}

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class AnswerFormat(Protocol):
     """The JSON of one endpoint. One instance serves one request."""
 
-    def chunk(self, delta: Delta) -> Mapping[str, object] | None:
-        """A chunk of a stream; None if there is nothing to tell."""
+    def chunks(self, delta: Delta) -> Sequence[Mapping[str, object]]:
+        """Chunks of a stream; none if there is nothing to tell."""
         ...
 
     def usage_chunk(self, usage: Usage) -> Mapping[str, object]: ...
@@ -106,10 +106,10 @@ class _Stream:
         return None
 
     def _encoded(self, delta: Delta) -> bytes:
-        chunk = self._form.chunk(delta)
-        if chunk is None:
-            return b""
-        return sse.event({**chunk, "usage": None} if self._include_usage else chunk)
+        chunks = self._form.chunks(delta)
+        if self._include_usage:
+            chunks = [{**chunk, "usage": None} for chunk in chunks]
+        return b"".join(map(sse.event, chunks))
 
     async def _write(self, data: bytes) -> None:
         """Send, once the client keeps up; nothing piles up here for one that does not."""

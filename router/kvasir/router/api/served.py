@@ -48,6 +48,11 @@ class ServedModel:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def prepare(self) -> None:
+        """Build the tokenizer once there is a model, so that no request waits for it."""
+        while (card := self._dispatcher.model()) is None or await self._tokenizer(card) is None:
+            await asyncio.sleep(_POLL_SECONDS)
+
     async def resolve(self, name: str | None) -> Served | ApiError:
         """The model called ``name`` (None: whichever is served).
 
