@@ -1,5 +1,6 @@
 """The tokenizer of the bundled model, as its workers hand it out; without its weights."""
 
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import files
 
@@ -21,6 +22,15 @@ def tokenizer_files() -> dict[str, bytes]:
     return from_gguf(wanted)
 
 
+def build_once(given: Mapping[str, bytes]) -> ModelTokenizer:
+    """ModelTokenizer.from_files, which takes a second, once for each set of files."""
+    return _built(tuple(sorted(given.items())))
+
+
 @cache
+def _built(given: tuple[tuple[str, bytes], ...]) -> ModelTokenizer:
+    return ModelTokenizer.from_files(dict(given))
+
+
 def tokenizer() -> ModelTokenizer:
-    return ModelTokenizer.from_files(tokenizer_files())
+    return build_once(tokenizer_files())

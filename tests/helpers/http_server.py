@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from helpers.bundled_tokenizer import build_once
 from kvasir.router.api.app import build_app, build_runner
 from kvasir.router.config import RouterConfig
 from kvasir.router.contracts import Dispatcher
@@ -16,10 +17,9 @@ from kvasir.router.contracts import Dispatcher
 @asynccontextmanager
 async def serving(dispatcher: Dispatcher, **settings: Any) -> AsyncIterator[str]:
     """Gives the base URL."""
-    config = RouterConfig(
-        workers_file=Path("unused.json"), port=0, no_worker_timeout=0.2, **settings
-    )
-    runner = build_runner(build_app(config, dispatcher, CollectorRegistry()))
+    config = RouterConfig(workers_file=Path("unused.json"), port=0, **settings)
+    app = build_app(config, dispatcher, CollectorRegistry(), build_tokenizer=build_once)
+    runner = build_runner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, config.host, config.port).start()

@@ -236,5 +236,5 @@ def token_ids(outputs: list[pb.SequenceOutput]) -> list[int]:
 
 async def eventually(predicate: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not predicate():  # noqa: ASYNC110  # whatever it is, it has no event
+        while not predicate():  # whatever it is, it has no event
             await asyncio.sleep(0.01)

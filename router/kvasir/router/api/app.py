@@ -18,9 +18,10 @@ from kvasir.router.api.context import API, Api
 from kvasir.router.api.errors import ApiError
 from kvasir.router.api.metrics import HttpMetrics
 from kvasir.router.api.middleware import add_request_id, frame
-from kvasir.router.api.served import ServedModel
+from kvasir.router.api.served import BuildTokenizer, ServedModel
 from kvasir.router.config import RouterConfig
 from kvasir.router.contracts import Dispatcher
+from kvasir.router.text.tokenizer import ModelTokenizer
 
 SHUTDOWN_SECONDS = 30.0
 """How long open requests may go on after the router stops to accept."""
@@ -34,13 +35,14 @@ def build_app(
     registry: CollectorRegistry,
     *,
     clock: Callable[[], float] = time.time,
+    build_tokenizer: BuildTokenizer = ModelTokenizer.from_files,
 ) -> web.Application:
     """The application; needs a running event loop."""
     app = web.Application(middlewares=[frame])
     app[API] = Api(
         config=config,
         dispatcher=dispatcher,
-        served=ServedModel(config, dispatcher),
+        served=ServedModel(config, dispatcher, build_tokenizer),
         keys=Keys(config.api_keys),
         metrics=HttpMetrics(registry),
         clock=clock,

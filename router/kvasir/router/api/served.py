@@ -5,7 +5,7 @@ are rendered and encoded, so that the event loop goes on meanwhile.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +26,8 @@ _POLL_SECONDS = 0.05
 _RETRY_AFTER = 5.0
 
 Result = TypeVar("Result")
+BuildTokenizer = Callable[[Mapping[str, bytes]], ModelTokenizer]
+"""From the model's tokenizer files; raises TokenizerError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Served:
 class ServedModel:
     """Asks the dispatcher for the model when a request needs it."""
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher) -> None:
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, build: BuildTokenizer) -> None:
+        self._build = build
         self._config = config
         self._dispatcher = dispatcher
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvasir-text")
@@ -50,28 +53,29 @@ class ServedModel:
 
     async def prepare(self) -> None:
         """Build the tokenizer once there is a model, so that no request waits for it."""
-        while (card := self._dispatcher.model()) is None or await self._tokenizer(card) is None:
-            await asyncio.sleep(_POLL_SECONDS)
+        await self._first_known()
 
     async def resolve(self, name: str | None) -> Served | ApiError:
         """The model called ``name`` (None: whichever is served).
 
         Waits for a first worker for as long as the settings say.
         """
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._config.no_worker_timeout
+        try:
+            async with asyncio.timeout(self._config.no_worker_timeout):
+                card, tokenizer = await self._first_known()
+        except TimeoutError:
+            return _no_worker()
+        if name not in (None, card.name):
+            message = f"model '{name}' is not served here; '{card.name}' is"
+            return ApiError.of(Refusal(Reason.MODEL_NOT_FOUND, message, "model"))
+        return tokenizer if isinstance(tokenizer, ApiError) else Served(card, tokenizer)
+
+    async def _first_known(self) -> tuple[ModelCard, ModelTokenizer | ApiError]:
         while True:
             card = self._dispatcher.model()
-            if card is not None and name not in (None, card.name):
-                message = f"model '{name}' is not served here; '{card.name}' is"
-                return ApiError.of(Refusal(Reason.MODEL_NOT_FOUND, message, "model"))
             tokenizer = await self._tokenizer(card) if card else None
-            if isinstance(tokenizer, ApiError):
-                return tokenizer
             if card and tokenizer:
-                return Served(card, tokenizer)
-            if loop.time() >= give_up:
-                return _no_worker()
+                return card, tokenizer
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _tokenizer(self, card: ModelCard) -> ModelTokenizer | ApiError | None:
@@ -84,7 +88,7 @@ class ServedModel:
             if files is None:
                 return None
             try:
-                tokenizer = await asyncio.to_thread(ModelTokenizer.from_files, files)
+                tokenizer = await asyncio.to_thread(self._build, files)
             except TokenizerError as error:
                 return ApiError.of(Refusal(Reason.INTERNAL, str(error)))
             self._built = (card.tokenizer_hash, tokenizer)

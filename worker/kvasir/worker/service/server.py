@@ -25,9 +25,9 @@ from kvasir.worker.service.identity import WorkerIdentity, tokenizer_hash
 from kvasir.worker.service.requests import Limits
 from kvasir.worker.service.session import SessionContext
 from kvasir.worker.transfer.holder import Holder
-from kvasir.worker.transfer.layout import max_frame_bytes
+from kvasir.worker.transfer.layout import Identity, max_frame_bytes
 from kvasir.worker.transfer.peers import KEEPALIVE_OPTIONS, Peers
-from kvasir.worker.transfer.receiver import Identity, Receiver, Timeouts
+from kvasir.worker.transfer.receiver import Receiver, Timeouts
 
 MAX_SESSION_BYTES = 64 * 1024**2
 """What one router may leave unread before its session is ended."""

@@ -27,9 +27,8 @@ from kvasir.worker.service.convert import logprobs_proto
 from kvasir.worker.service.requests import Limits, read_prefill
 from kvasir.worker.transfer.check import checksum
 from kvasir.worker.transfer.frames import Frame, encode
-from kvasir.worker.transfer.layout import blocks_per_frame, layout_mismatch, num_blocks
-from kvasir.worker.transfer.peers import SERVICE
-from kvasir.worker.transfer.receiver import REFUSAL_METADATA, Identity
+from kvasir.worker.transfer.layout import Identity, blocks_per_frame, layout_mismatch, num_blocks
+from kvasir.worker.transfer.peers import REFUSAL_METADATA, SERVICE
 
 _READS_AHEAD = 4
 """Frames read from the cache before the first of them is sent: hides the engine's step time."""

@@ -1,5 +1,7 @@
 """What must be equal on both sides before one KV block may move, and how blocks are framed."""
 
+from dataclasses import dataclass
+
 from kvasir.proto.v1 import engine_pb2 as pb
 
 FRAME_BYTES = 1 << 20
@@ -7,6 +9,16 @@ FRAME_BYTES = 1 << 20
 
 _FRAME_OVERHEAD = 64 * 1024
 """Room beside the payload: header, epoch and a result with its logprobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this worker and the model are to a transfer."""
+
+    epoch: str
+    layout: pb.KvLayout
+    block_bytes: int
+    vocab_size: int
 
 
 def blocks_per_frame(block_bytes: int) -> int:

@@ -15,6 +15,9 @@ from kvasir.proto.v1 import kv_transfer_pb2 as pb
 
 SERVICE = "kvasir.v1.KvTransfer"
 
+REFUSAL_METADATA = "kvasir-refusal"
+"""Trailing metadata that names the Reason of a refused Prefill."""
+
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),

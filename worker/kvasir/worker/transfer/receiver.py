@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import grpc
 
 from kvasir.proto.errors import Reason
-from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
 from kvasir.worker.contracts import Request, Sampled
 from kvasir.worker.engine import Engine
@@ -25,11 +24,8 @@ from kvasir.worker.service.convert import sampling_proto
 from kvasir.worker.service.requests import Peer, read_logprobs
 from kvasir.worker.transfer.check import Expected, Fault, FrameCheck, Outcome
 from kvasir.worker.transfer.frames import Frame, FrameError, decode
-from kvasir.worker.transfer.layout import num_blocks
-from kvasir.worker.transfer.peers import Peers
-
-REFUSAL_METADATA = "kvasir-refusal"
-"""Trailing metadata that names the Reason of a refused Prefill."""
+from kvasir.worker.transfer.layout import Identity, num_blocks
+from kvasir.worker.transfer.peers import REFUSAL_METADATA, Peers
 
 _COMMITS_AHEAD = 32
 """Frames that may wait for the engine to write them: bounds memory, hides a step's time."""
@@ -46,16 +42,6 @@ class Timeouts:
 
     total: float
     stall: float
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What this worker and the model are to a transfer."""
-
-    epoch: str
-    layout: pb.KvLayout
-    block_bytes: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,136 @@
+"""The `kvasir-router` process: state file, signals, and errors that say the fix."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _config(folder: Path, **settings: Any) -> Path:
+    path = folder / "router.json"
+    workers = str(folder / "workers.json")
+    path.write_text(json.dumps({"workers_file": workers, "port": 0} | settings))
+    return path
+
+
+def _command(config: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "kvasir.router.main", "--config", str(config), *more]
+
+
+@contextmanager
+def _running(folder: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    state = folder / "state.json"
+    process = subprocess.Popen(
+        _command(_config(folder, **settings), "--state-file", str(state)),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, state
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _await_phase(state: Path, phase: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if state.exists() and (read := json.loads(state.read_text()))["phase"] == phase:
+            return dict(read)
+        time.sleep(0.02)
+    raise AssertionError(f"phase {phase} was not reached")
+
+
+def _status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url) as response:  # noqa: S310 - loopback
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serves_from_ready_on_and_stops_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    with _running(tmp_path) as (process, state):
+        ready = _await_phase(state, "ready")
+        assert ready["pid"] == process.pid
+        base = f"http://{ready['address']}"
+        assert [_status(f"{base}/{path}") for path in ("health", "ready")] == [200, 503]
+        process.send_signal(number)
+        assert process.wait(60) == 0
+        assert json.loads(state.read_text())["phase"] == "draining"
+        assert process.stderr
+        log = process.stderr.read()
+        assert "Traceback" not in log
+        assert log.splitlines()[-1].endswith("INFO kvasir.router stopped")
+
+
+def test_open_requests_finish_and_new_ones_are_not_taken(tmp_path: Path) -> None:
+    """A request that waits for a worker ends in its own 503, not in a cut connection."""
+    with _running(tmp_path, no_worker_timeout=3.0) as (process, state):
+        host, port = _await_phase(state, "ready")["address"].split(":")
+        body = json.dumps({"model": "m", "prompt": "x"}).encode()
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            _await_phase(state, "draining")
+            with pytest.raises(OSError, match="refused"):
+                _connect_until_refused(host, int(port))
+            client.settimeout(60)
+            answer = client.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert process.wait(60) == 0
+
+
+def _connect_until_refused(host: str, port: int) -> None:
+    for _ in range(100):
+        socket.create_connection((host, port)).close()
+        time.sleep(0.02)
+
+
+def test_a_port_in_use_is_one_line_with_the_fix(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            _command(_config(tmp_path, port=port)), capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("kvasir-router:")]
+    assert f"port {port}: the port is in use" in line
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "phrase"),
+    [
+        ('{"workers_file": "w", "prot": 1}', "prot"),
+        ('{"workers_file": "w", "limits": {"max_n": 0}}', "limits.max_n"),
+        ("{}", "workers_file"),
+        ("{", "JSON"),
+        (None, "No such file"),
+    ],
+)
+def test_a_bad_config_is_one_line(tmp_path: Path, content: str | None, phrase: str) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    done = subprocess.run(_command(path), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvasir-router: --config")
+    assert phrase in line
