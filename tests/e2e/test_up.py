@@ -36,9 +36,9 @@ def up(state_home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert process.stdout is not None
         yield process, read_curl(process.stdout)
     finally:
-        family = (
-            [*psutil.Process(process.pid).children(), process] if process.poll() is None else []
-        )
+        family: list[psutil.Process] = []
+        if process.poll() is None:
+            family = [*children(process), psutil.Process(process.pid)]
         for member in family:
             member.kill()
         process.communicate()
@@ -82,7 +82,8 @@ def test_the_pasted_curl_is_answered_and_ctrl_c_leaves_nothing(tmp_path: Path) -
             check=True,
             env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
         )
-        assert {row["role"] for row in json.loads(status.stdout)} == {"prefill", "decode"}
+        rows = json.loads(status.stdout)["workers"]
+        assert {row["role"] for row in rows} == {"prefill", "decode"}
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0
     assert_gone(family)

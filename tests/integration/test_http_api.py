@@ -1,72 +1,17 @@
-"""The router's HTTP side over sockets, in front of a dispatcher that tests control."""
+"""What the router answers over HTTP, in front of a dispatcher that tests control."""
 
 import asyncio
-import io
-import json
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
 
-from helpers.bundled_tokenizer import IM_END, VOCAB_SIZE, tokenizer
-from helpers.fake_dispatcher import CARD, FakeDispatcher, Script
+from helpers.bundled_tokenizer import VOCAB_SIZE, tokenizer
+from helpers.fake_dispatcher import CARD, FakeDispatcher
+from helpers.http_client import CHAT, STORY, TEXT, endless, events, post, says
 from helpers.http_server import serving
-from kvasir.proto.errors import Reason, Refusal
 from kvasir.router.api.validate import child_seed
-from kvasir.router.contracts import Dispatcher, Generation, GenerationEvent, Refused
-
-CHAT: dict[str, Any] = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
-TEXT: dict[str, Any] = {"model": "smollm2", "prompt": "Hi", "max_tokens": 64}
-STORY = "Once upon a time, a small ☃ met a 😀 robot.\n\nThe end."
-
-
-def says(text: str, *, end: bool = True) -> Script:
-    ids = [*tokenizer().encode(text), *([IM_END] if end else [])]
-    return lambda _: ids
-
-
-def endless(_: Generation) -> list[int]:
-    return [5000] * 2000
-
-
-async def post(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
-) -> tuple[int, Any, Any]:
-    async with session.post(url, json=body) as response:
-        return response.status, response.headers, await response.json()
-
-
-async def events(response: aiohttp.ClientResponse) -> list[Any]:
-    """The data of all events; JSON but for [DONE]."""
-    text = await response.text()
-    assert text.endswith("\n\n")
-    data = []
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        assert block.startswith("data: ")
-        assert "\n" not in block
-        payload = block.removeprefix("data: ")
-        data.append(payload if payload == "[DONE]" else json.loads(payload))
-    return data
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + 30
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "it did not come to pass"
-        await asyncio.sleep(0.01)
-
-
-async def raw_request(url: str, head: bytes) -> bytes:
-    """Sends bytes as they are, which no client library would; gives the status line."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(head)
-    status = await asyncio.wait_for(reader.readline(), 30)
-    writer.close()
-    await writer.wait_closed()
-    return status
+from kvasir.router.contracts import Dispatcher, Generation
 
 
 def test_the_fake_is_a_dispatcher() -> None:
@@ -305,240 +250,6 @@ async def test_chat_and_tokenize_agree_and_detokenize_goes_back() -> None:
         assert (status, body["error"]["param"]) == (400, "tokens")
 
 
-def _word(count: int) -> str:
-    return "word " * count
-
-
-BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
-    ("chat/completions", CHAT | {"messages": []}, 400, "messages", "at least 1"),
-    ("chat/completions", CHAT | {"messages": "hello"}, 400, "messages", "array"),
-    ("chat/completions", CHAT | {"temperature": -1}, 400, "temperature", "not -1"),
-    ("chat/completions", CHAT | {"n": 1000}, 400, "n", "at most 16"),
-    ("chat/completions", CHAT | {"stop": ["x"] * 1000}, 400, "stop", "at most 16"),
-    ("chat/completions", CHAT | {"logit_bias": {"999999": 1}}, 400, "logit_bias", "999999"),
-    ("chat/completions", CHAT | {"model": "other"}, 404, "model", "smollm2"),
-    ("chat/completions", CHAT | {"tools": [{}]}, 400, "tools", "not supported"),
-    (
-        "chat/completions",
-        CHAT | {"messages": [{"role": "user", "content": _word(3000)}]},
-        400,
-        "messages",
-        "2048",
-    ),
-    ("completions", TEXT | {"prompt": ""}, 400, "prompt", "empty"),
-    ("completions", TEXT | {"prompt": [VOCAB_SIZE]}, 400, "prompt", "49152"),
-    ("completions", TEXT | {"prompt": _word(3000)}, 400, "prompt", "2048"),
-    ("completions", TEXT | {"prompt": _word(150_000)}, 400, "prompt", "2048"),
-    ("completions", TEXT | {"prompt": [1] * 2048}, 400, "prompt", "2048"),
-    ("completions", TEXT | {"max_tokens": 2048}, 400, "max_tokens", "at most 2047"),
-    ("completions", TEXT | {"min_tokens": 65}, 400, "min_tokens", "64"),
-    ("completions", {"prompt": "Hi"}, 400, "model", "required"),
-]
-
-
-async def test_bad_requests_are_named_and_the_server_lives() -> None:
-    fake = FakeDispatcher(says("x"))
-    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
-        for path, request, status, param, phrase in BAD:
-            got, headers, body = await post(session, f"/v1/{path}", request)
-            error = body["error"]
-            assert set(error) == {"message", "type", "param", "code"}
-            assert (got, error["param"]) == (status, param), error
-            assert phrase in error["message"]
-            assert headers["x-request-id"]
-        assert not fake.asked
-        assert (await post(session, "/v1/completions", TEXT))[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("data", "headers", "status"),
-    [
-        (b"{not json", {}, 400),
-        (b"\xff\xfe", {}, 400),
-        (b"[]", {}, 400),
-        (b"", {}, 400),
-        (b"[" * 100_000, {}, 400),
-        (json.dumps(TEXT).encode(), {"Content-Type": "text/plain"}, 415),
-        (json.dumps(TEXT).encode(), {"Content-Encoding": "gzip"}, 415),
-        (io.BytesIO(b"x" * 40_000_000), {}, 413),
-    ],
-    ids=["malformed", "utf8", "list", "empty", "deep", "type", "encoding", "40MB"],
-)
-async def test_bad_bodies(data: bytes | io.BytesIO, headers: dict[str, str], status: int) -> None:
-    fake = FakeDispatcher(says("x"))
-    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
-        sent = {"Content-Type": "application/json"} | headers
-        async with session.post("/v1/completions", data=data, headers=sent) as response:
-            assert response.status == status
-            assert (await response.json())["error"]["message"]
-        assert (await post(session, "/v1/completions", TEXT))[0] == 200
-
-
-async def test_a_large_body_is_refused_before_it_is_sent() -> None:
-    """Only the head is sent: the answer must not wait for 40 MB that never come."""
-    async with serving(FakeDispatcher(says("x"))) as url:
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 40000000\r\n\r\n"
-        )
-        assert b" 413 " in await raw_request(url, head)
-
-
-async def test_a_chunked_body_is_read_no_further_than_the_limit() -> None:
-    produced = 0
-
-    async def parts() -> Any:
-        nonlocal produced
-        while produced < 400:
-            produced += 1
-            yield b"x" * 100_000
-            await asyncio.sleep(0)
-
-    async with serving(FakeDispatcher(says("x"))) as url, aiohttp.ClientSession(url) as session:
-        headers = {"Content-Type": "application/json"}
-        async with session.post("/v1/completions", data=parts(), headers=headers) as response:
-            assert response.status == 413
-
-
-async def test_paths_and_methods_have_the_same_error_shape() -> None:
-    async with serving(FakeDispatcher(says("x"))) as url, aiohttp.ClientSession(url) as session:
-        async with session.get("/v1/nothing") as response:
-            assert response.status == 404
-            assert (await response.json())["error"]["code"] == "not_found"
-        async with session.get("/v1/completions") as response:
-            assert response.status == 405
-            assert response.headers["Allow"] == "POST"
-            assert (await response.json())["error"]["code"] == "method_not_allowed"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_early_refusal_is_an_http_error(stream: bool) -> None:
-    refused = Refused(Refusal(Reason.QUEUE_FULL, "the queue is full"), 2.3)
-    fake = FakeDispatcher(says(STORY), refuse_after=0, refused=refused)
-    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
-        status, headers, body = await post(session, "/v1/completions", TEXT | {"stream": stream})
-    assert (status, headers["Retry-After"]) == (429, "3")
-    assert body["error"]["code"] == "queue_full"
-
-
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("crash", [False, True])
-async def test_a_failure_in_mid_stream_is_an_error_event_and_no_clean_finish(
-    n: int, crash: bool
-) -> None:
-    refused = Refused(Refusal(Reason.NO_CAPACITY, "the worker is gone"))
-    fake = FakeDispatcher(says(STORY))
-    if crash:
-        fake.crash_after = 3
-    else:
-        fake.refuse_after, fake.refused = 3, refused
-    async with (
-        serving(fake) as url,
-        aiohttp.ClientSession(url) as session,
-        session.post("/v1/completions", json=TEXT | {"stream": True, "n": n}) as response,
-    ):
-        assert response.status == 200
-        *chunks, last = await events(response)
-    assert last["error"]["code"] == ("internal_error" if crash else "no_capacity")
-    assert "told to fail" not in last["error"]["message"]
-    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
-    await until(lambda: not fake.live)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-async def test_a_failure_without_stream_is_a_500_and_the_server_lives(n: int) -> None:
-    fake = FakeDispatcher(says(STORY), crash_after=3)
-    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
-        status, _, body = await post(session, "/v1/completions", TEXT | {"n": n})
-        assert (status, body["error"]["code"]) == (500, "internal_error")
-        assert not fake.live
-        fake.crash_after = None
-        assert (await post(session, "/v1/completions", TEXT))[0] == 200
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("tokens_first", [0, 1], ids=["queued", "running"])
-async def test_a_client_that_leaves_aborts_its_generations(
-    stream: bool, n: int, tokens_first: int
-) -> None:
-    fake = FakeDispatcher(endless, gate=asyncio.Event())
-    if not tokens_first:
-        fake = _Queued(endless)
-    async with serving(fake) as url:
-        async with aiohttp.ClientSession(url) as session:
-            request = TEXT | {"stream": stream, "n": n, "max_tokens": 2000}
-            call = asyncio.create_task(post(session, "/v1/completions", request))
-            await until(lambda: len(fake.live) == n and fake.sent_tokens >= tokens_first * n)
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
-        await until(lambda: not fake.live)
-        assert len(fake.aborted) == n
-
-
-class _Queued(FakeDispatcher):
-    """Accepts, and gives no event for as long as it is asked."""
-
-    async def _events(self, generation: Generation) -> AsyncGenerator[GenerationEvent, None]:
-        await asyncio.Event().wait()
-        async for event in super()._events(generation):
-            yield event
-
-
-async def test_a_slow_client_holds_back_its_generation() -> None:
-    """Nothing is read: the sockets fill up, and then no more tokens are taken."""
-    fake = FakeDispatcher(lambda _: [5000] * 2_000_000, card=replace(CARD, max_model_len=2_000_000))
-    async with serving(fake) as url:
-        host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        body = json.dumps(TEXT | {"stream": True, "max_tokens": 1_900_000}).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
-        await reader.readline()
-        before = -1
-        async with asyncio.timeout(60):
-            while fake.sent_tokens != before:
-                before = fake.sent_tokens
-                await asyncio.sleep(1.0)
-        assert 0 < fake.sent_tokens < 1_000_000
-        writer.close()
-        await until(lambda: not fake.live)
-
-
-async def test_keys_are_needed_everywhere_but_for_health() -> None:
-    fake = FakeDispatcher(says("x"))
-    async with (
-        serving(fake, api_keys=("alpha", "beta")) as url,
-        aiohttp.ClientSession(url) as session,
-    ):
-        for path in ("/health", "/ready"):
-            async with session.get(path) as response:
-                assert response.status == 200
-        for path in ("/v1/models", "/metrics", "/workers", "/openapi.json", "/nothing"):
-            async with session.get(path) as response:
-                assert response.status == 401, path
-                assert (await response.json())["error"]["code"] == "invalid_api_key"
-        for target in (
-            *("//health", "/health/", "/health/../v1/models", "/%68ealth/x", "/HEALTH"),
-            *("/v1/models#/health", "/v1/models?/health", "/v1/models;/health", "*"),
-            "http://x/v1/models",
-        ):
-            for host in ("x", "x/health", "health"):
-                head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
-                status = await raw_request(url, head)
-                assert b" 401 " in status or b" 400 " in status, (target, host, status)
-        for key in ("alpha", "beta"):
-            headers = {"Authorization": f"Bearer {key}"}
-            async with session.post("/v1/completions", json=TEXT, headers=headers) as response:
-                assert response.status == 200
-    salts = [generation.cache_salt for generation in fake.asked]
-    assert len(set(salts)) == 2
-    assert all(salts)
-
-
 async def test_no_worker_is_a_503_with_retry_after() -> None:
     fake = FakeDispatcher(says("x"), card=None, is_ready=False)
     async with (
@@ -603,6 +314,7 @@ async def test_models_workers_metrics_and_openapi() -> None:
             text = await response.text()
             line = 'kvasir_router_http_requests_total{route="/v1/completions",status="200"} 1.0'
             assert line in text
+            assert "kvasir_router_http_time_to_first_token_seconds_count 1.0" in text
             generated = len(tokenizer().encode(STORY)) + 1
             assert f'kvasir_router_http_tokens_total{{kind="generated"}} {generated}.0' in text
         async with session.get("/openapi.json") as response:

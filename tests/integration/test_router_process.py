@@ -27,6 +27,10 @@ def _command(config: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "kvasir.router.main", "--config", str(config), *more]
 
 
+def _finished(config: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(_command(config), capture_output=True, text=True, timeout=60, check=False)
+
+
 @contextmanager
 def _running(folder: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     state = folder / "state.json"
@@ -86,7 +90,7 @@ def test_open_requests_finish_and_new_ones_are_not_taken(tmp_path: Path) -> None
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
             )
-            time.sleep(0.5)
+            _await_in_flight(f"http://{host}:{port}/metrics")
             process.send_signal(signal.SIGTERM)
             _await_phase(state, "draining")
             with pytest.raises(OSError, match="refused"):
@@ -95,6 +99,16 @@ def test_open_requests_finish_and_new_ones_are_not_taken(tmp_path: Path) -> None
             answer = client.recv(65536)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert process.wait(60) == 0
+
+
+def _await_in_flight(metrics_url: str) -> None:
+    """Until there is a request besides the one that asks."""
+    for _ in range(1000):
+        with urllib.request.urlopen(metrics_url) as response:  # noqa: S310 - loopback
+            if b"kvasir_router_http_requests_in_flight 2.0" in response.read():
+                return
+        time.sleep(0.02)
+    raise AssertionError("the request did not arrive")
 
 
 def _connect_until_refused(host: str, port: int) -> None:
@@ -106,9 +120,7 @@ def _connect_until_refused(host: str, port: int) -> None:
 def test_a_port_in_use_is_one_line_with_the_fix(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            _command(_config(tmp_path, port=port)), capture_output=True, text=True, timeout=60
-        )
+        done = _finished(_config(tmp_path, port=port))
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("kvasir-router:")]
     assert f"port {port}: the port is in use" in line
@@ -129,7 +141,7 @@ def test_a_bad_config_is_one_line(tmp_path: Path, content: str | None, phrase: s
     path = tmp_path / "config.json"
     if content is not None:
         path.write_text(content)
-    done = subprocess.run(_command(path), capture_output=True, text=True, timeout=60)
+    done = _finished(path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("kvasir-router: --config")

@@ -9,9 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.plain_sampler import distribution, draw
+from helpers.plain_sampler import adjusted_row, allowed_tokens, distribution, draw
 from kvasir.worker.contracts import SampleSpec, SamplingParams
+from kvasir.worker.sampling import sampler
+from kvasir.worker.sampling.adjust import adjust
 from kvasir.worker.sampling.sampler import sample
+from kvasir.worker.sampling.truncate import truncate
 
 VOCAB = 40
 EOS = frozenset({3})
@@ -55,7 +58,28 @@ def specs(draw_: st.DrawFn) -> SampleSpec:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
+@given(st.lists(specs(), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_every_adjusted_logit_equals_the_plain_one(batch: list[SampleSpec], seed: int) -> None:
+    logits = make_logits(len(batch), seed)
+    found = adjust(logits, batch, EOS)
+    rows = zip(logits.numpy(), batch, strict=True)
+    expected = torch.from_numpy(np.stack([adjusted_row(row, one, EOS) for row, one in rows]))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(specs(), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_exactly_the_plain_tokens_are_left(batch: list[SampleSpec], seed: int) -> None:
+    logits = make_logits(len(batch), seed)
+    found = truncate(logits, [one.params for one in batch])
+    for before, after, one in zip(logits.numpy(), found.numpy(), batch, strict=True):
+        allowed = allowed_tokens(before, one)
+        assert (np.isfinite(after) == allowed).all()
+        assert (after[allowed] == before[allowed]).all()
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.lists(specs(), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_batch_equals_the_plain_sampler(batch: list[SampleSpec], seed: int) -> None:
     logits = make_logits(len(batch), seed)
@@ -122,6 +146,16 @@ def test_tied_logits_stay_or_go_together() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]).expand(400, -1)
     drawn = tokens(logits, [spec(seed=seed, top_k=2) for seed in range(400)])
     assert set(drawn) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 2), (1.0 - 2.0**-53, 5)])
+def test_the_extreme_random_numbers_draw_tokens_that_may_be_drawn(
+    monkeypatch: pytest.MonkeyPatch, number: float, token: int
+) -> None:
+    """The first and the last tokens have no probability."""
+    monkeypatch.setattr(sampler, "uniforms", lambda _seeds, _indices: np.array([number]))
+    logits = torch.tensor([[-9.0, -9.0, 2.0, 1.0, 1.5, 2.0, -9.0]])
+    assert tokens(logits, [spec(top_k=4)]) == [token]
 
 
 def test_forbidden_stops_are_never_drawn() -> None:

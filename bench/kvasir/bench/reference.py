@@ -10,6 +10,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,9 +105,7 @@ def huggingface_folder(url: str, cache: Path) -> Path:
 
 
 def _load(path: Path) -> tuple[Any, Any]:
-    # Read when transformers is imported: fetch nothing, draw no progress bars.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
     try:
         transformers: Any = importlib.import_module("transformers")
     except ModuleNotFoundError:
@@ -121,7 +121,8 @@ def _load(path: Path) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(folder, gguf_file=file)
     model = auto_model.from_config(config, dtype=torch.float32)
     # from_pretrained(gguf_file=...) would do this too, but it wants `accelerate`.
-    checkpoint = gguf.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    with redirect_stderr(StringIO()):  # its progress bar
+        checkpoint = gguf.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
     missing, unexpected = model.load_state_dict(checkpoint["tensors"], strict=False)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:

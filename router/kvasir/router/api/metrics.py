@@ -26,7 +26,7 @@ class HttpMetrics:
         )
         self._first_token = Histogram(
             "kvasir_router_http_time_to_first_token_seconds",
-            "Time from the validated request to the first event of its answer.",
+            "Time from the validated request to the first token, for each choice.",
             buckets=_SECONDS,
             registry=registry,
         )

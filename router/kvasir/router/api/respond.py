@@ -56,7 +56,7 @@ async def respond(
 
 async def _whole(api: Api, plan: Plan, form: AnswerFormat) -> web.StreamResponse | ApiError:
     parts: list[list[Delta]] = [[] for _ in plan.choices]
-    async with running(api.dispatcher, plan) as batches:
+    async with running(api.dispatcher, plan, api.metrics.first_token) as batches:
         async for batch in batches:
             if refused := _refused(batch):
                 return ApiError.of(refused.refusal, refused.retry_after)
@@ -73,7 +73,6 @@ class _Stream:
         self, request: web.Request, plan: Plan, form: AnswerFormat, *, include_usage: bool
     ) -> None:
         self._request = request
-        self._api = request.app[API]
         self._plan = plan
         self._form = form
         self._include_usage = include_usage
@@ -92,8 +91,9 @@ class _Stream:
 
     async def _events(self) -> ApiError | None:
         """Everything but the ending; an error if the answer is not complete."""
+        api = self._request.app[API]
         try:
-            async with running(self._api.dispatcher, self._plan) as batches:
+            async with running(api.dispatcher, self._plan, api.metrics.first_token) as batches:
                 async for batch in batches:
                     if refused := _refused(batch):
                         return ApiError.of(refused.refusal, refused.retry_after)

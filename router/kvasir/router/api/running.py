@@ -6,27 +6,33 @@ one event per choice waits for a slow reader; nothing else is buffered here.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from kvasir.router.api.choice import Choice, Delta
 from kvasir.router.api.plan import Plan
-from kvasir.router.contracts import Dispatcher, Finished, Generation, Refused
+from kvasir.router.contracts import Dispatcher, Finished, GenerationEvent, Refused
 
 Batch = list[Delta | Refused]
 
 
 @asynccontextmanager
-async def running(dispatcher: Dispatcher, plan: Plan) -> AsyncIterator[AsyncIterator[Batch]]:
-    """Starts the plan; iterate over the result, which ends when all choices have."""
+async def running(
+    dispatcher: Dispatcher, plan: Plan, on_first_token: Callable[[float], None]
+) -> AsyncIterator[AsyncIterator[Batch]]:
+    """Starts the plan; iterate over the result, which ends when all choices have.
+
+    ``on_first_token`` is told the seconds to the first token of each choice.
+    """
     streams = [
-        _follow(dispatcher, generation, choice)
+        _follow(dispatcher.generate(generation), choice, on_first_token)
         for generation, choice in zip(plan.generations, plan.choices, strict=True)
     ]
     async with AsyncExitStack() as stack:
         if len(streams) == 1:
             only = await stack.enter_async_context(aclosing(streams[0]))
-            yield _one_by_one(only)
+            yield await stack.enter_async_context(aclosing(_one_by_one(only)))
         else:
             merged = _Merged(streams)
             stack.push_async_callback(merged.close)
@@ -34,10 +40,13 @@ async def running(dispatcher: Dispatcher, plan: Plan) -> AsyncIterator[AsyncIter
 
 
 async def _follow(
-    dispatcher: Dispatcher, generation: Generation, choice: Choice
+    generation: AsyncGenerator[GenerationEvent, None],
+    choice: Choice,
+    on_first_token: Callable[[float], None],
 ) -> AsyncGenerator[Delta | Refused, None]:
     """One generation until it ends, is refused, or a stop string ends it."""
-    async with aclosing(dispatcher.generate(generation)) as events:
+    begin = time.monotonic()
+    async with aclosing(generation) as events:
         async for event in events:
             if isinstance(event, Refused):
                 yield event
@@ -45,13 +54,15 @@ async def _follow(
             if isinstance(event, Finished):
                 yield choice.finish(event)
                 return
+            if not choice.completion_tokens:
+                on_first_token(time.monotonic() - begin)
             yield choice.feed(event)
             if choice.finish_reason is not None:
                 return
-    raise RuntimeError(f"generation {generation.request_id} ended without Finished or Refused")
+    raise RuntimeError(f"the generation of choice {choice.index} has no end")
 
 
-async def _one_by_one(stream: AsyncIterator[Delta | Refused]) -> AsyncIterator[Batch]:
+async def _one_by_one(stream: AsyncIterator[Delta | Refused]) -> AsyncGenerator[Batch, None]:
     async for item in stream:
         yield [item]
 

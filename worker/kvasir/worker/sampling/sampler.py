@@ -47,11 +47,9 @@ def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     # The greatest logit is moved to 0 first: a tiny temperature then overflows to -inf only.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
     cumulative = truncate(scaled, params).double().exp().cumsum(-1)
-    total = cumulative[:, -1]
     random = uniforms([p.seed for p in params], [spec.index for spec in specs])
-    # Rounding must not carry a product up to the total: no token would be left above it.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(torch.from_numpy(random).to(logits.device) * total, below)
+    # At most (1 - 2**-53) times the total, which rounds to less than the total: a sum is above.
+    target = torch.from_numpy(random).to(logits.device) * cumulative[:, -1]
     # ``right`` skips tokens of no probability: the first sum above the target is taken.
     tokens: list[int] = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].tolist()
     return tokens
