@@ -17,7 +17,7 @@ from kvasir.bench.stats import Spread, spread
 from kvasir.bench.timeline import Timeline
 from kvasir.bench.workload import TokenSource
 from kvasir.worker.config import WorkerConfig
-from kvasir.worker.contracts import KvEvent, Load, Output, Request, SamplingParams
+from kvasir.worker.contracts import KvEvent, Load, Output, Request, Runner, SamplingParams
 from kvasir.worker.engine import Engine
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.loader import LoadedModel, load_model
@@ -176,18 +176,8 @@ class _Stopwatch:
 class KvasirEngine:
     """Our engine as a Generator, on the scheduler and runner that a worker would use."""
 
-    def __init__(self, config: WorkerConfig, loaded: LoadedModel) -> None:
-        scheduler = Scheduler(
-            SchedulerConfig(
-                num_blocks=loaded.runner.num_blocks,
-                block_size=config.block_size,
-                max_model_len=loaded.max_model_len,
-                max_batched_tokens=config.max_batched_tokens,
-                max_running_requests=config.max_running_requests,
-                eos_token_ids=loaded.eos_token_ids,
-            )
-        )
-        self._engine = Engine(scheduler, loaded.runner, _Silent(), on_fatal=self._on_fatal)
+    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
+        self._engine = Engine(Scheduler(config), runner, _Silent(), on_fatal=self._on_fatal)
         self._watch: _Stopwatch | None = None
         self._calls = 0
 
@@ -224,7 +214,15 @@ def kvasir_engine(
 ) -> Iterator[tuple[KvasirEngine, LoadedModel]]:
     """Our engine, running on the configured model."""
     loaded = load_model(config, progress)
-    engine = KvasirEngine(config, loaded)
+    scheduler = SchedulerConfig(
+        num_blocks=loaded.runner.num_blocks,
+        block_size=config.block_size,
+        max_model_len=loaded.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_running_requests=config.max_running_requests,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    engine = KvasirEngine(loaded.runner, scheduler)
     engine.start()
     try:
         yield engine, loaded

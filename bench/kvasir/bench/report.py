@@ -110,5 +110,5 @@ def _as_json(value: object) -> object:
 
 def _plain(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return " ".join(str(part) for part in dataclasses.asdict(value).values())
+        return " ".join(f"{name}={part}" for name, part in dataclasses.asdict(value).items())
     return str(value)
