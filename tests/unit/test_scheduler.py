@@ -358,7 +358,9 @@ def test_a_prefill_holds_its_blocks_until_released() -> None:
     request = make_request("p", range(10), 50, work=Work.PREFILL)
     bench.scheduler.add(request)
     assert steps(bench) == [{"p": 4}, {"p": 4}, {"p": 2}]
-    assert bench.progress == [Progress("p", 4), Progress("p", 8), Progress("p", 10)]
+    admitted, *computed = bench.progress
+    assert admitted == Progress("p", 0)
+    assert computed == [Progress("p", 4), Progress("p", 8), Progress("p", 10)]
     (output,) = bench.outputs["p"]
     assert output.token_ids == (first_token(request),)
     assert output.finish is Finish.LENGTH

@@ -278,7 +278,8 @@ class HoldSink(OutputSink, Protocol):
     """Sink of Work.PREFILL requests: told as KV becomes ready to read."""
 
     def progress(self, request_id: str, computed_tokens: int) -> None:
-        """KV of the first ``computed_tokens`` tokens is in the cache. Read it with
+        """KV of the first ``computed_tokens`` tokens is in the cache; told at admission too,
+        when that may be none. Read it with
         Engine.read_blocks; Engine.release ends the hold."""
         ...
 

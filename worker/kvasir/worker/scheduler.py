@@ -291,7 +291,7 @@ class Scheduler:
                 self._signals.append(Reserved(sequence.request_id, sequence.num_computed))
                 continue
             sequence.state = State.RUNNING
-            if sequence.request.work is Work.PREFILL and sequence.num_computed:
+            if sequence.request.work is Work.PREFILL:
                 self._signals.append(Progress(sequence.request_id, sequence.num_computed))
             chunks.append(sequence.next_chunk(budget))
             budget -= len(chunks[-1].token_ids)
