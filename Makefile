@@ -6,7 +6,7 @@ FILE ?= deploy/samples/01-minimal.yaml
 PORT ?= 8000
 PACKAGES := proto worker router operator cli bench
 
-.PHONY: help setup up test test-unit test-integration test-e2e check format protos lock clean
+.PHONY: help setup up test test-unit test-integration test-e2e cluster-binaries check format protos lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test-integration: setup ## Run the tests with real processes on loopback
 
 test-e2e: setup ## Run the whole stack on the real model
 	@$(BIN)/python -m pytest tests/e2e
+
+cluster-binaries: setup ## Find or build the Kubernetes that tests run against (once: 10-20 minutes)
+	@PYTHONPATH=tests $(BIN)/python -m cluster.binaries
 
 check: setup ## Format, lint, types, layers, generated files up to date
 	@$(BIN)/ruff format --check .

@@ -1,0 +1,3 @@
+"""Fixtures that tests of every tier may ask for."""
+
+pytest_plugins = ["cluster.fixtures"]
