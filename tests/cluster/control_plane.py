@@ -6,6 +6,7 @@ among them) and NodeRestriction are on. The scheduler and the controllers act as
 own, as in a real cluster.
 """
 
+import ipaddress
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ class ControlPlane:
 
     def _start_api_server(self, etcd_url: str) -> Daemon:
         options = self._options
-        hosts = [options.address, "localhost", "kubernetes", "kubernetes.default.svc"]
+        service = str(next(ipaddress.ip_network(options.service_cidr).hosts()))
+        hosts = [options.address, service, "localhost", "kubernetes.default.svc"]
         serving = self._identity("api-server", self.authority.issue("kube-apiserver", (), hosts))
         to_kubelet = self._identity(
             "kubelet-client", self.authority.issue("kube-apiserver", ["system:masters"])

@@ -5,7 +5,7 @@
 - ``node``: a node that `FakeNode` plays, with its rule reset for each test.
 - ``namespace``: a namespace there of the test's own; deleted at its end.
 - ``node_cluster``: a cluster with real nodes: made here, or the one of $KVASIR_E2E_KUBECONFIG.
-- ``node_namespace``: a namespace there of the test's own; deleted at its end, and waited for.
+- ``node_namespace``: a namespace there of the test's own; deleted at its end.
 
 Binaries that the collected tests need are built before the first test runs, so that no test's
 time limit covers a build.
@@ -105,7 +105,7 @@ def node_namespace(node_cluster: "NodeCluster") -> Iterator[str]:
     name = f"test-{secrets.token_hex(4)}"
     node_cluster.kubectl("create", "namespace", name)
     yield name
-    node_cluster.kubectl("delete", "namespace", name, "--timeout=90s")
+    node_cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
 def pytest_terminal_summary(

@@ -24,6 +24,7 @@ PAUSE = ["/usr/bin/sleep", "infinity"]
 USER = 65532
 _PROJECT = Path(__file__).parents[2]
 _LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
+_LIBRARY_INDEX = Path("/etc/ld.so.cache")  # what programs find the libraries in /usr by
 _FOLDERS = ("dev", "etc", "proc", "run", "sys", "tmp", "usr", "var")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -79,6 +80,8 @@ def _layer() -> bytes:
             layer.addfile(entry)
         users = f"root:x:0:0::/:/bin/sh\nnonroot:x:{USER}:{USER}::/tmp:/bin/sh\n"
         _add(layer, "etc/passwd", users.encode())
+        if _LIBRARY_INDEX.exists():
+            _add(layer, str(_LIBRARY_INDEX).lstrip("/"), _LIBRARY_INDEX.read_bytes())
         for path in (PAUSE[0], *_libraries(PAUSE[0])):
             # Through the links above, so that each file has its one place below usr.
             first, _, rest = path.lstrip("/").partition("/")

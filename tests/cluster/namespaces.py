@@ -48,9 +48,11 @@ class Namespaces:
         return run(*self.inside(command), stdin=stdin)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process inside, as seen from outside."""
-        identity = _pid_namespace(self.pid)
-        return [p for p in psutil.process_iter() if _pid_namespace(p.pid) == identity]
+        """Every process that descends from the first one, as seen from outside.
+
+        Containers are among them; what was run `inside` from here descends from this process.
+        """
+        return [self._init, *self._init.children(recursive=True)]
 
     def end(self) -> None:
         """End every process inside, and with them the namespaces."""
@@ -69,11 +71,3 @@ def run(*command: str, stdin: str | None = None) -> str:
     )
     assert result.returncode == 0, f"{' '.join(command)}: {result.stderr.strip()}"
     return result.stdout
-
-
-def _pid_namespace(pid: int) -> str | None:
-    """None for a process that has ended, or that even root may not look into."""
-    try:
-        return str(Path(f"/proc/{pid}/ns/pid").readlink())
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None

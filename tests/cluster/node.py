@@ -86,6 +86,9 @@ class Node:
         inside = self.namespaces
         inside.run("hostname", self.name)
         inside.run("mount", "--make-rshared", "/")
+        # No name server: a name that is not known is an error at once.
+        (self._folder / "resolv.conf").write_text("")
+        inside.run("mount", "--bind", str(self._folder / "resolv.conf"), "/etc/resolv.conf")
         inside.run("mount", "-t", "tmpfs", "-o", "mode=755", "run", "/run")
         for path in ("/var/lib", "/var/log"):
             own = self._folder / path.replace("/", "-").lstrip("-")
@@ -113,11 +116,11 @@ class Node:
     def _start_kubelet(self) -> Daemon:
         authority = self._folder / "ca.crt"
         authority.write_bytes(self._plane.authority.certificate)
-        resolver = self._folder / "resolv.conf"
-        resolver.write_text("")
         config = self._write(
             "kubelet.json",
-            kubelet_config(self.address, str(authority), self._cgroup_root, str(resolver)),
+            kubelet_config(
+                self.address, str(authority), self._cgroup_root, str(self._folder / "resolv.conf")
+            ),
         )
         kubeconfig = self._plane.user_kubeconfig(f"system:node:{self.name}", ["system:nodes"])
         flags = {
@@ -137,7 +140,8 @@ class Node:
         return self._daemon("kube-proxy", [binary, f"--config={config}"])
 
     def _daemon(self, name: str, command: list[str]) -> Daemon:
-        return Daemon(name, self.namespaces.inside(command), self._folder / f"{name}.log")
+        log = self._folder / f"{name}.log"
+        return Daemon(name, self.namespaces.inside(command), log, wrapped=True)
 
     def _write(self, name: str, content: dict[str, object]) -> Path:
         path = self._folder / name

@@ -4,6 +4,7 @@ Nothing outlives the tests: each process is told by the kernel to end when the t
 started it does (Linux, through ``setpriv``), so that also a killed test run leaves none.
 """
 
+import os
 import platform
 import signal
 import socket
@@ -20,11 +21,15 @@ _POLL_SECONDS = 0.05
 class Daemon:
     """One long-running process, started at once; restartable with the same command.
 
-    Start it from the main thread: it ends with the thread that started it.
+    Start it from the main thread: it ends with the thread that started it. `wrapped` says that the
+    command only waits for a child (as ``nsenter`` does); then the child is what signals go to.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, *, wrapped: bool = False
+    ) -> None:
         self.name = name
+        self._wrapped = wrapped
         self._command = list(command)
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -33,7 +38,10 @@ class Daemon:
     @property
     def pid(self) -> int:
         assert self._process is not None, f"{self.name} is not running"
-        return self._process.pid
+        if not self._wrapped:
+            return self._process.pid
+        children = psutil.Process(self._process.pid).children()
+        return int(children[0].pid) if children else self._process.pid
 
     @property
     def running(self) -> bool:
@@ -56,8 +64,7 @@ class Daemon:
             )
 
     def send(self, number: signal.Signals) -> None:
-        assert self._process is not None, f"{self.name} is not running"
-        self._process.send_signal(number)
+        os.kill(self.pid, number)
 
     def pause(self) -> None:
         """Stop it where it is: connections stay open and nothing is answered."""
@@ -68,8 +75,8 @@ class Daemon:
 
     def kill(self) -> None:
         """End it at once, as a crash would."""
-        if self._process is not None:
-            self._process.kill()
+        if self._process is not None and self.running:
+            self.send(signal.SIGKILL)
             self._process.wait()
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout: float) -> None:
