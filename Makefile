@@ -6,7 +6,7 @@ FILE ?= deploy/samples/01-minimal.yaml
 PORT ?= 8000
 PACKAGES := proto worker router operator cli bench
 
-.PHONY: help setup up test test-unit test-integration test-e2e cluster-binaries check format protos lock clean
+.PHONY: help setup up test test-unit test-integration test-e2e cluster-binaries check format protos crds lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ format: setup ## Format, and mend what the linter can mend
 
 protos: setup ## Generate the protobuf stubs
 	@sh deploy/dev/protos.sh
+
+crds: setup ## Generate the CustomResourceDefinitions from the typed resources
+	@$(BIN)/python -m kvasir.operator.crd charts/kvasir/crds
 
 lock: setup ## Resolve dependencies anew into requirements.lock
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \

@@ -12,4 +12,9 @@ for file in "$fresh"/kvasir/proto/v1/*; do
         exit 1
     }
 done
+.venv/bin/python -m kvasir.operator.crd "$fresh/crds"
+diff -r "$fresh/crds" charts/kvasir/crds >/dev/null || {
+    echo "check: charts/kvasir/crds is out of date; run: make crds" >&2
+    exit 1
+}
 echo "generated files are up to date"

@@ -116,7 +116,7 @@ def test_sources(source: str) -> None:
 
 def test_output_of_an_api_server_is_accepted() -> None:
     extra = (
-        "metadata: {name: smollm2, uid: 1-2, resourceVersion: '5', generation: 2, "
+        "metadata: {name: smollm2, generateName: s, uid: 1-2, resourceVersion: '5', generation: 2, "
         "creationTimestamp: 2026-01-01T00:00:00Z, managedFields: [{manager: kubectl}]}"
     )
     text = HEAD.replace("metadata: {name: smollm2}", extra)
@@ -163,7 +163,7 @@ INVALID_SPECS = [
     ("engine: {blockSize: 16.0}", "spec.engine.blockSize", "whole number, got 16.0"),
     ("engine: {blockSize: true}", "spec.engine.blockSize", "whole number, got true"),
     ("engine: {blockSize: }", "spec.engine.blockSize", "whole number, got nothing"),
-    ("engine: {kvCacheMemory: 0}", "spec.engine.kvCacheMemory", "at least 1"),
+    ("engine: {kvCacheMemory: 0}", "spec.engine.kvCacheMemory", "from 1 to 1Pi"),
     ("engine: {kvCacheMemory: 1GB}", "spec.engine.kvCacheMemory", "'1GB' is not a size"),
     ("engine: {kvCacheMemory: -1}", "spec.engine.kvCacheMemory", "-1 is not a size"),
     ("engine: {kvCacheMemory: 1.5}", "spec.engine.kvCacheMemory", "must be a size"),
@@ -198,7 +198,7 @@ INVALID_SPECS = [
     (
         "decode: {scaling: {minReplicas: 3, maxReplicas: 2}}",
         "spec.decode.scaling",
-        "minReplicas 3 is more than maxReplicas 2",
+        "minReplicas is more than maxReplicas",
     ),
     ("decode: {scaling: {minReplicas: 1}}", "spec.decode.scaling.maxReplicas", "required"),
     ("decode: {parallelism: {tensor: 0}}", "spec.decode.parallelism.tensor", "at least 1"),
@@ -206,14 +206,26 @@ INVALID_SPECS = [
     (
         "decode: {accelerator: {resourceName: gpu}}",
         "spec.decode.accelerator.resourceName",
-        "malformed",
+        "'gpu' is not an extended resource",
+    ),
+    ("router: {scaling: {minReplicas: 0, maxReplicas: 1}}", "spec.router.scaling.minReplicas", "1"),
+    ("decode: {resources: {limits: {cpu: 0.5}}}", "spec.decode.resources.limits.cpu", '"0.5"'),
+    ("decode: {resources: {limits: {cpu: -1}}}", "spec.decode.resources.limits.cpu", "amount"),
+    ("decode: {resources: {limits: {cpu: x}}}", "spec.decode.resources.limits.cpu", "amount"),
+    (
+        f"decode: {{resources: {{limits: {dict.fromkeys(map(str, range(17)), 1)}}}}}",
+        "spec.decode.resources.limits",
+        "at most 16",
     ),
     ("decode: {template: text}", "spec.decode.template", "a mapping of names to values"),
     ("objectives: {ttftP95: 500}", "spec.objectives.ttftP95", "500 has no unit"),
     ("objectives: {ttftP95: fast}", "spec.objectives.ttftP95", "'fast' is not a duration"),
-    ("objectives: {itlP95: 0s}", "spec.objectives.itlP95", "more than 0"),
+    ("objectives: {itlP95: 0s}", "spec.objectives.itlP95", "from 1ms to 1h, got '0s'"),
     ("objectives: {ttftp95: 1s}", "spec.objectives.ttftp95", "did you mean ttftP95?"),
     ("rollout: {drainDeadline: 300}", "spec.rollout.drainDeadline", "300 has no unit"),
+    ("rollout: {drainDeadline: 0s}", "spec.rollout.drainDeadline", "from 1s to 24h, got '0s'"),
+    ("rollout: {drainDeadline: 25h}", "spec.rollout.drainDeadline", "from 1s to 24h"),
+    ("rollout: {drainDeadline: 1s1s1s1s1s1s1s1s1s}", "spec.rollout.drainDeadline", "at most 16"),
     ("rollout: {drainDeadline: -3s}", "spec.rollout.drainDeadline", "is not a duration"),
     ("1: 2", "spec.1", "field names are text"),
 ]
@@ -236,8 +248,8 @@ INVALID_MODELS = [
     ("{source: 'pvc://claim'}", "spec.model.source", "write pvc://claim/path"),
     ("{source: 'file://models/x'}", "spec.model.source", "write file:///absolute/path"),
     ("{source: 3}", "spec.model.source", "must be text"),
-    ("{source: 'file:///x', servedName: ''}", "spec.model.servedName", "at least 1"),
-    ("{source: 'file:///x', servedName: 'a b'}", "spec.model.servedName", "malformed"),
+    ("{source: 'file:///x', servedName: ''}", "spec.model.servedName", "not a model name"),
+    ("{source: 'file:///x', servedName: 'a b'}", "spec.model.servedName", "without spaces"),
     ("{source: 'file:///x', maxModelLen: 0}", "spec.model.maxModelLen", "at least 1"),
     ("{source: 'file:///x', dtype: fp16}", "spec.model.dtype", "one of auto, float32"),
     ("{source: 'file:///x', dtype: bfloat}", "spec.model.dtype", "did you mean bfloat16?"),

@@ -146,6 +146,7 @@ _LIMITS = {
     "less_than_equal": ("at most", "le"),
     "string_too_short": ("text of length at least", "min_length"),
     "string_too_long": ("text of length at most", "max_length"),
+    "too_long": ("a mapping of length at most", "max_length"),
 }
 _TYPES = {
     "int_type": "a whole number",

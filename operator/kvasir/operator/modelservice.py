@@ -7,103 +7,54 @@ object that exists is valid. Reading YAML and wording the errors is manifest.py'
 Names are camelCase in YAML and snake_case here. Sizes are bytes, times seconds.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
-from pydantic_core import PydanticCustomError
 
-from kvasir.operator.quantity import parse_bytes, parse_duration
+from kvasir.operator.fields import Amount, Duration, Size, Source, Text, refuse, rules
 
 API_VERSION = "kvasir.dev/v1alpha1"
 KIND = "ModelService"
 
-
-def _refuse(message: str) -> PydanticCustomError:
-    # Braces would be read as placeholders of pydantic's message template.
-    return PydanticCustomError("kvasir", "{message}", {"message": message})
-
-
-def _to_bytes(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise _refuse("must be a size; write one such as 512Mi, 1Gi or 1.5G")
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise _refuse(f"{value!r} is not a size; {error}") from error
-
-
-def _to_seconds(value: object) -> float:
-    if not isinstance(value, str):
-        raise _refuse(
-            f"{value!r} has no unit; write a duration with its unit, such as 500ms, 300s or 5m"
-        )
-    try:
-        return parse_duration(value)
-    except ValueError as error:
-        raise _refuse(f"{value!r} is not a duration; {error}") from error
-
-
-_DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-_LONGEST_NAME = 40
+DNS_LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+DNS_LABEL_FORM = "use lowercase letters, digits and '-', with a letter or digit first and last"
+LONGEST_NAME = 40
 """Pods are labeled <name>-<role>-<revision>, and a label value holds 63 characters."""
 
-
-def _to_name(value: object) -> str:
-    if not isinstance(value, str):
-        raise _refuse(f'must be text, got {value!r}; put it in quotes: "{value}"')
-    if _DNS_LABEL.fullmatch(value) is None:
-        raise _refuse(
-            f"{value!r} is not a DNS-1123 label; use lowercase letters, digits and '-', "
-            "with a letter or digit first and last"
-        )
-    if len(value) > _LONGEST_NAME:
-        raise _refuse(f"has {len(value)} characters; use at most {_LONGEST_NAME}")
-    return value
-
-
-_SOURCES = {
-    "bundled": (re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"), "bundled://smollm2-135m-instruct"),
-    "hf": (
-        re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII),
-        "hf://org/name or hf://org/name@revision",
+Name = Annotated[str, Text(DNS_LABEL, LONGEST_NAME, "a DNS-1123 label", DNS_LABEL_FORM)]
+ServedName = Annotated[str, Text("[!-~]+", 253, "a model name", "use ASCII without spaces")]
+ResourceName = Annotated[
+    str,
+    Text(
+        "[a-z0-9.-]+/[A-Za-z0-9._-]+",
+        253,
+        "an extended resource",
+        "write DOMAIN/NAME, as the device plugin of your accelerators names it",
     ),
-    "pvc": (re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(/[^\s/]+)+/?"), "pvc://claim/path"),
-    "file": (re.compile(r"/[^\0\n]+"), "file:///absolute/path"),
-}
-
-
-def _to_source(value: object) -> str:
-    if not isinstance(value, str):
-        raise _refuse("must be text; write for example bundled://smollm2-135m-instruct")
-    scheme, separator, rest = value.partition("://")
-    if not separator or scheme not in _SOURCES:
-        forms = ", ".join(form for _, form in _SOURCES.values())
-        raise _refuse(f"{value!r} has no known scheme; write one of {forms}")
-    pattern, form = _SOURCES[scheme]
-    if pattern.fullmatch(rest) is None:
-        raise _refuse(f"{value!r} is incomplete or malformed; write {form}")
-    return value
-
-
-Bytes = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1)]
-Seconds = Annotated[float, BeforeValidator(_to_seconds)]
-PositiveSeconds = Annotated[Seconds, Field(gt=0)]
-Name = Annotated[str, BeforeValidator(_to_name)]
+]
 Replicas = Annotated[int, Field(ge=0, le=1024)]
+Amounts = Annotated[dict[str, Annotated[str | int, Amount()]], Field(max_length=16)]
+Objective = Annotated[float, Duration("1ms", "1h")]
 
 
 class Strict(BaseModel):
     """No conversions: ``replicas: "1"`` and ``replicas: true`` are errors, not one replica."""
 
-    model_config = ConfigDict(alias_generator=to_camel, extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+    )
 
 
 class Metadata(Strict):
     """What a user writes, and what an API server adds, so that its output can be run too."""
 
     name: Name
+    generate_name: Any = None
     namespace: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -119,89 +70,132 @@ class Metadata(Strict):
 
 
 class Model(Strict):
-    source: Annotated[str, BeforeValidator(_to_source)]
-    """bundled://NAME, hf://ORG/NAME@REVISION, pvc://CLAIM/PATH or file:///PATH."""
-    served_name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[^\s]+$")] | None = (
-        None
-    )
-    """Model name in API requests; None: metadata.name."""
+    """The model that is served."""
+
+    source: Annotated[str, Source()]
+    """Where the weights are: bundled://NAME, hf://ORG/NAME@REVISION, pvc://CLAIM/PATH or
+    file:///PATH. A change rolls out new workers."""
+    served_name: ServedName | None = None
+    """Model name in API requests. Left out: the name of the ModelService."""
     max_model_len: Annotated[int, Field(ge=1, le=2**24)] = 2048
     """Longest prompt plus output, in tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations. auto: bfloat16 where the hardware computes in it."""
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
+    """Type that weights are quantized to when they are loaded."""
 
 
 class Speculative(Strict):
+    """Speculative decoding."""
+
     method: Literal["none", "ngram", "draft"] = "none"
+    """Where drafted tokens come from: the prompt's own n-grams or a small draft model."""
 
 
 class Engine(Strict):
+    """What computes in each worker, and its limits."""
+
     type: Literal["native", "vllm"] = "native"
+    """The inference engine."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in a KV block."""
-    kv_cache_memory: Bytes = 512 * 1024**2
-    """Per worker."""
+    kv_cache_memory: Annotated[int, Size("1", "1Pi")] = Field(
+        default="512Mi", validate_default=True
+    )
+    """Memory for the KV cache of each worker, such as 512Mi or 20Gi."""
     max_batched_tokens: Annotated[int, Field(ge=1, le=2**24)] = 512
-    """Tokens in one step."""
+    """Most tokens in one step of a worker."""
     max_running_requests: Annotated[int, Field(ge=1, le=2**16)] = 64
-    """Sequences in one step."""
+    """Most sequences in one step of a worker."""
     prefix_caching: bool = True
+    """Whether equal prefixes of prompts are computed once and their KV blocks reused."""
     speculative: Speculative = Speculative()
 
 
 class Disaggregation(Strict):
+    """When a prompt is computed by a prefill worker instead of the decode worker itself."""
+
     mode: Literal["auto", "always", "never"] = "auto"
-    """auto: when at least ``min_uncached_tokens`` of a prompt are uncached on the decode worker."""
+    """auto: when at least minUncachedTokens of a prompt are uncached on the decode worker."""
     min_uncached_tokens: Annotated[int, Field(ge=1, le=2**24)] = 64
+    """Shorter uncached prompts stay on the decode worker, since the transfer would cost more
+    than it saves."""
+
+
+_NOT_ORDERED = "minReplicas is more than maxReplicas; raise maxReplicas or lower minReplicas"
 
 
 class Scaling(Strict):
+    """Bounds within which the number of replicas follows the load."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            ("self.minReplicas <= self.maxReplicas", _NOT_ORDERED, ".minReplicas")
+        )
+    )
+
     min_replicas: Replicas
+    """Fewest replicas; 0 lets an idle service use none."""
     max_replicas: Annotated[int, Field(ge=1, le=1024)]
+    """Most replicas."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "Scaling":
         if self.min_replicas > self.max_replicas:
-            raise _refuse(
-                f"minReplicas {self.min_replicas} is more than maxReplicas {self.max_replicas}; "
-                "raise maxReplicas or lower minReplicas"
-            )
+            raise refuse(_NOT_ORDERED)
         return self
 
 
 class Parallelism(Strict):
+    """How one worker's model is spread over accelerators."""
+
     tensor: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Ranks that share each layer."""
     pipeline: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Stages that hold layers one after another."""
 
 
 class Resources(Strict):
-    """A container's resources; the API server checks the quantities."""
+    """A container's compute resources, as in a Pod."""
 
-    requests: dict[str, str | int | float] = {}
-    limits: dict[str, str | int | float] = {}
+    requests: Amounts = {}
+    """What the scheduler sets aside for each container, by name of the resource."""
+    limits: Amounts = {}
+    """What each container may use at most, by name of the resource."""
 
 
 class Accelerator(Strict):
-    """An extended resource of Kubernetes; no vendor's name is built in."""
+    """Accelerators of each worker: an extended resource of Kubernetes, of any vendor."""
 
-    resource_name: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")]
+    resource_name: ResourceName
+    """DOMAIN/NAME, as the device plugin names the resource."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
+    """Accelerators for each worker."""
+
+
+_TWO_SOURCES_OF_REPLICAS = "replicas and scaling exclude each other; remove one of the two"
 
 
 class _Replicated(Strict):
     """Replicas, fixed or scaled, and the overlay on their pods."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            ("!(has(self.replicas) && has(self.scaling))", _TWO_SOURCES_OF_REPLICAS, ".replicas")
+        )
+    )
+
     replicas: Replicas | None = None
-    """None: 1, or what ``scaling`` decides."""
+    """How many there are. Left out: 1, or what scaling decides."""
     scaling: Scaling | None = None
     resources: Resources | None = None
     template: dict[str, Any] | None = None
-    """Pod template overlay."""
+    """Overlay on the pods: fields of a pod template, merged into the operator's own."""
 
     @model_validator(mode="after")
     def _one_source_of_replicas(self) -> "_Replicated":
         if self.replicas is not None and self.scaling is not None:
-            raise _refuse("replicas and scaling exclude each other; remove one of the two")
+            raise refuse(_TWO_SOURCES_OF_REPLICAS)
         return self
 
     @property
@@ -212,32 +206,72 @@ class _Replicated(Strict):
 
 
 class Role(_Replicated):
+    """A pool of workers with one role."""
+
     parallelism: Parallelism = Parallelism()
     accelerator: Accelerator | None = None
 
 
+class RouterScaling(Scaling):
+    """Bounds within which the number of routers follows the load."""
+
+    min_replicas: Annotated[int, Field(ge=1, le=1024)]
+    """Fewest routers; at least 1, since a router holds requests while workers start."""
+
+
 class Router(_Replicated):
+    """The routers, which take requests over HTTP and send them to workers."""
+
     replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """How many there are. Left out: 1, or what scaling decides."""
+    scaling: RouterScaling | None = None
 
 
 class Objectives(Strict):
-    ttft_p95: PositiveSeconds | None = None
-    """Time to first token, 95th percentile."""
-    itl_p95: PositiveSeconds | None = None
-    """Inter-token latency, 95th percentile."""
+    """Latency that autoscaling aims at."""
+
+    ttft_p95: Objective | None = None
+    """Time to first token, 95th percentile, such as 500ms."""
+    itl_p95: Objective | None = None
+    """Inter-token latency, 95th percentile, such as 50ms."""
 
 
 class Rollout(Strict):
-    drain_deadline: Seconds = 300.0
+    """How workers are replaced and removed."""
+
+    drain_deadline: Annotated[float, Duration("1s", "24h")] = Field(
+        default="300s", validate_default=True
+    )
     """Longest wait for a worker's accepted requests before it is stopped."""
 
 
+_NO_PREFILL = (
+    "disaggregation.mode always needs a prefill worker; "
+    "set prefill.replicas to 1 or more, or the mode to auto"
+)
+
+
 class Spec(Strict):
+    """What is wanted."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.disaggregation.mode != 'always' || has(self.prefill.scaling) || "
+                "!has(self.prefill.replicas) || self.prefill.replicas > 0",
+                _NO_PREFILL,
+                ".prefill.replicas",
+            )
+        )
+    )
+
     model: Model
     engine: Engine = Engine()
     disaggregation: Disaggregation = Disaggregation()
     prefill: Role = Role()
+    """The workers that compute prompts."""
     decode: Role = Role()
+    """The workers that generate tokens; short prompts they compute themselves."""
     router: Router = Router()
     objectives: Objectives = Objectives()
     rollout: Rollout = Rollout()
@@ -249,14 +283,14 @@ class Spec(Strict):
             and self.prefill.scaling is None
             and self.prefill.initial_replicas == 0
         ):
-            raise _refuse(
-                "disaggregation.mode always needs a prefill worker; "
-                "set prefill.replicas to 1 or more, or the mode to auto"
-            )
+            raise refuse(_NO_PREFILL)
         return self
 
 
 class ModelService(Strict):
+    """A large language model served by separate pools of prefill and decode workers behind
+    routers with the OpenAI HTTP API."""
+
     api_version: Literal["kvasir.dev/v1alpha1"]
     kind: Literal["ModelService"]
     metadata: Metadata
