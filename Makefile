@@ -6,51 +6,59 @@ FILE ?= deploy/samples/01-minimal.yaml
 PORT ?= 8000
 PACKAGES := proto worker router operator cli bench
 
+# What the other targets need: made when its sources are newer, or when the interpreter in .venv
+# no longer runs, as after an upgrade of Python.
+INSTALLED := .venv/.installed
+ifneq ($(shell $(BIN)/python -c 'print("runs")' 2>/dev/null),runs)
+.PHONY: $(INSTALLED)
+endif
+
 .PHONY: help setup up test test-unit test-integration test-e2e cluster-binaries check format protos crds lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: .venv/.installed ## Create or repair .venv from requirements.lock
-
-.venv/.installed: pyproject.toml requirements.lock deploy/dev/setup.sh
+setup: ## Create or repair .venv from requirements.lock
 	@sh deploy/dev/setup.sh
 
-up: setup ## Serve deploy/samples/01-minimal.yaml (or FILE=...) on this machine, port 8000 (or PORT=...)
-	@$(BIN)/kvasir up -f $(FILE) --port $(PORT)
+$(INSTALLED): pyproject.toml requirements.lock deploy/dev/setup.sh
+	@sh deploy/dev/setup.sh
+
+up: $(INSTALLED) ## Serve deploy/samples/01-minimal.yaml (or FILE=...) on this machine, port 8000 (or PORT=...)
+	@$(BIN)/kvasir up -f "$(FILE)" --port "$(PORT)"
 
 test: test-unit test-integration test-e2e ## Run every test that needs no GPU
 
-test-unit: setup ## Run the pure tests: seconds
+test-unit: $(INSTALLED) ## Run the pure tests: seconds
 	@$(BIN)/python -m pytest tests/unit
 
-test-integration: setup ## Run the tests with real processes on loopback
+test-integration: $(INSTALLED) ## Run the tests with real processes on loopback
 	@$(BIN)/python -m pytest tests/integration
 
-test-e2e: setup ## Run the whole stack on the real model
+test-e2e: $(INSTALLED) ## Run the whole stack on the real model
 	@$(BIN)/python -m pytest tests/e2e
 
-cluster-binaries: setup ## Find or build the Kubernetes that tests run against (once: 10-20 minutes)
+cluster-binaries: $(INSTALLED) ## Find or build the Kubernetes that tests run against (once: 10-20 minutes)
 	@PYTHONPATH=tests $(BIN)/python -m cluster.binaries
 
-check: setup ## Format, lint, types, layers, generated files up to date
+check: $(INSTALLED) ## Format, lint, types, layers, generated files up to date
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy $(PACKAGES) tests
 	@$(BIN)/lint-imports
 	@sh deploy/dev/check-generated.sh
 
-format: setup ## Format, and mend what the linter can mend
+format: $(INSTALLED) ## Format, and mend what the linter can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-protos: setup ## Generate the protobuf stubs
+protos: $(INSTALLED) ## Generate the protobuf stubs
 	@sh deploy/dev/protos.sh
 
-crds: setup ## Generate the CustomResourceDefinitions from the typed resources
+crds: $(INSTALLED) ## Generate the CustomResourceDefinitions from the typed resources
 	@$(BIN)/python -m kvasir.operator.crd charts/kvasir/crds
 
-lock: setup ## Resolve dependencies anew into requirements.lock
+lock: $(INSTALLED) ## Resolve dependencies anew into requirements.lock
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
 	    --extra local --group dev --custom-compile-command "make lock" \
 	    pyproject.toml -o requirements.lock

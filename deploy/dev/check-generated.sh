@@ -4,7 +4,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 fresh=$(mktemp -d)
 trap 'rm -rf "$fresh"' EXIT
-sh deploy/dev/protos.sh "$fresh" 2>/dev/null
+sh deploy/dev/protos.sh "$fresh"
 for file in "$fresh"/kvasir/proto/v1/*; do
     name=kvasir/proto/v1/$(basename "$file")
     cmp -s "$file" "proto/$name" || {

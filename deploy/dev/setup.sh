@@ -34,7 +34,11 @@ lock=requirements.lock
 if [ -n "${TORCH_INDEX_URL:-}" ]; then
     torch=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' requirements.lock)
     say "setup: installing $torch from TORCH_INDEX_URL"
-    .venv/bin/uv pip install --quiet --index-url "$TORCH_INDEX_URL" "$torch"
+    # Alone: the lock, with its hashes, brings what it depends on.
+    .venv/bin/uv pip install --quiet --no-deps --index-url "$TORCH_INDEX_URL" "$torch" || {
+        say "setup: TORCH_INDEX_URL=$TORCH_INDEX_URL gave no $torch for this machine; mend or unset it"
+        exit 1
+    }
     # Everything but torch and what only its CUDA build needs.
     lock=.venv/requirements.lock
     awk '/^[^ #]/ { skip = /^(torch|triton|nvidia-[a-z0-9-]*|cuda-[a-z]*)==/ } !skip' requirements.lock > "$lock"

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from helpers.fake_runner import FakeRunner
-from kvasir.worker.contracts import Output, Request, Sampled, SamplingParams, StepPlan, Work
+from kvasir.proto.sampling import SamplingParams
+from kvasir.worker.contracts import Output, Request, Sampled, StepPlan, Work
 from kvasir.worker.scheduler import Scheduler, SchedulerConfig
 from kvasir.worker.signals import Progress, Reserved
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from helpers.bundled_tokenizer import IM_END, VOCAB_SIZE, tokenizer_files
+from kvasir.proto.sampling import TokenLogprobs
 from kvasir.router.contracts import (
     Finished,
     FinishReason,
@@ -17,7 +18,6 @@ from kvasir.router.contracts import (
     ModelCard,
     Refused,
     TokenEvent,
-    TokenLogprobs,
     WorkerStatus,
 )
 

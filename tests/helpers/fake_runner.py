@@ -14,15 +14,8 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 
-from kvasir.worker.contracts import (
-    Chunk,
-    Request,
-    Sampled,
-    SampleSpec,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from kvasir.proto.sampling import TokenLogprobs
+from kvasir.worker.contracts import Chunk, Request, Sampled, SampleSpec, StepPlan, StepResult
 
 SLOT_BYTES = 8
 _SLOT = struct.Struct("<II")

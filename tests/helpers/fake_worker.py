@@ -83,6 +83,7 @@ class Script:
     """Kill the server once it has given this many tokens in all."""
     finish: FinishStyle = FinishStyle.WITH_LAST_TOKEN
     prefill_outcome: pb.PrefillOutcome.ValueType = pb.PREFILL_OUTCOME_REMOTE
+    peer_fault: bool = False
     """Reported for requests that name a prefill peer."""
     tokenizer_files: dict[str, bytes] = field(
         default_factory=lambda: {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
@@ -339,6 +340,7 @@ class FakeWorker(rpc.EngineServicer):
             cached_tokens=live.cached_tokens,
             outcome=self.script.prefill_outcome,
             prefill_worker_id=live.submit.prefill.worker_id,
+            peer_fault=self.script.peer_fault,
         )
 
     def _submit(self, submit: pb.Submit, session: _Session) -> None:

@@ -61,3 +61,17 @@ async def raw_request(url: str, head: bytes) -> bytes:
     writer.close()
     await writer.wait_closed()
     return status
+
+
+async def raw_answer(url: str, data: bytes) -> tuple[int, dict[str, str], Any]:
+    """Sends bytes as they are; gives status, headers (names in lower case) and the error."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    async with asyncio.timeout(30):
+        status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines)}
+        body = json.loads(await reader.readexactly(int(headers["content-length"])))
+    writer.close()
+    await writer.wait_closed()
+    return int(status.split()[1]), headers, body["error"]

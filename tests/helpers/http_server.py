@@ -9,7 +9,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from helpers.bundled_tokenizer import build_once
-from kvasir.router.api.app import build_app, build_runner
+from kvasir.router.api.app import build_app
+from kvasir.router.api.server import Runner
 from kvasir.router.config import RouterConfig
 from kvasir.router.contracts import Dispatcher
 
@@ -19,7 +20,7 @@ async def serving(dispatcher: Dispatcher, **settings: Any) -> AsyncIterator[str]
     """Gives the base URL."""
     config = RouterConfig(workers_file=Path("unused.json"), port=0, **settings)
     app = build_app(config, dispatcher, CollectorRegistry(), build_tokenizer=build_once)
-    runner = build_runner(app)
+    runner = Runner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, config.host, config.port).start()

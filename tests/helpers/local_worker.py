@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from helpers.fake_runner import FakeRunner
+from kvasir.proto.process import join_host_port
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1.engine_pb2_grpc import EngineStub
 from kvasir.worker.config import WorkerConfig
@@ -127,7 +128,7 @@ async def local_worker(
         max_session_bytes=max_session_bytes,
     )
     await server.start()
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
+    channel = grpc.aio.insecure_channel(join_host_port(config.host, server.port))
     try:
         yield LocalWorker(server, model, channel)
     finally:

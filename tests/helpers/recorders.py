@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from kvasir.worker.contracts import (
     BlocksRemoved,
     BlocksStored,
-    CacheCleared,
     Finish,
     KvEvent,
     Load,
@@ -113,5 +112,3 @@ class RecordingListener:
                 self.known.update(hashes)
             case BlocksRemoved(hashes):
                 self.known.difference_update(hashes)
-            case CacheCleared():
-                self.known.clear()

@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+TOO_LONG = {"message": "shorten the messages", "code": "context_length_exceeded"}
+
 
 @dataclass
 class RouterStub:
-    """``get``: path to body; ``completions``: one list of raw SSE lines for each request."""
+    """``get``: path to body; ``completions``: one list of raw SSE lines for each request.
+
+    ``window``: the most messages of one request; a longer conversation is refused.
+    """
 
     get: dict[str, Any] = field(default_factory=dict)
     completions: list[list[str]] = field(default_factory=list)
     status: int = 200
+    window: int | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -34,6 +40,9 @@ def running(stub: RouterStub) -> Iterator[RouterStub]:
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             stub.requests.append(json.loads(self.rfile.read(length)))
+            if stub.window is not None and len(stub.requests[-1]["messages"]) > stub.window:
+                self._send(400, json.dumps({"error": TOO_LONG}))
+                return
             lines = stub.completions.pop(0)
             self._send(stub.status, "".join(f"{line}\n\n" for line in lines))
 

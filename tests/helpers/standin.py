@@ -67,7 +67,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, leave)
     note("start")
     if "exit_code" in config:
-        sys.exit(_fail("model: no such file", config["exit_code"]))
+        sys.exit(_fail("kvasir-worker: model: no such file", config["exit_code"]))
     write_state("loading")
     starts = events.read_text().splitlines().count(f"start {config['id']}")
     if starts <= config.get("crashes", 0):

@@ -7,7 +7,8 @@ blocks lie, or on anyone else's blocks, shows.
 import random
 from dataclasses import dataclass, field
 
-from kvasir.worker.contracts import Chunk, Runner, SampleSpec, SamplingParams, StepPlan
+from kvasir.proto.sampling import SamplingParams
+from kvasir.worker.contracts import Chunk, Runner, SampleSpec, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from kvasir.bench.cli import bench
+from kvasir.operator.local.state import Instance, StateDirectory, record_of, state_root
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -28,6 +30,7 @@ class Server:
         self.failures: dict[int, str] = {}
         self.token_pause_s = 0.0
         self.takes_token_ids = True
+        self.cached_share = 0.5
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
@@ -78,7 +81,7 @@ class Server:
         return {
             "prompt_tokens": tokens if self.takes_token_ids else 99,
             "completion_tokens": body["max_tokens"],
-            "prompt_tokens_details": {"cached_tokens": tokens // 2},
+            "prompt_tokens_details": {"cached_tokens": int(tokens * self.cached_share)},
         }
 
 
@@ -138,14 +141,43 @@ async def test_a_closed_loop_counts_what_was_really_sent_and_received(tmp_path: 
         assert title in result.output
 
 
-async def test_the_same_seed_sends_the_same_requests() -> None:
+LOGNORMAL = ("--requests", "4", "--input-dist", "lognormal", "--concurrency", "1")
+
+
+def lengths(server: Server) -> list[int]:
+    return [len(body["prompt"]) for body in server.bodies]
+
+
+async def test_the_same_seed_asks_for_the_same_lengths_with_new_contents(tmp_path: Path) -> None:
     first, second, other = Server(), Server(), Server()
-    arguments = ("--requests", "4", "--input-dist", "lognormal", "--concurrency", "1")
-    await run(first, *arguments)
-    await run(second, *arguments)
-    await run(other, *arguments, "--seed", "1")
-    assert first.bodies == second.bodies
-    assert first.bodies != other.bodies
+    result, written = await report(first, tmp_path, *LOGNORMAL)
+    await run(second, *LOGNORMAL)
+    await run(other, *LOGNORMAL, "--seed", "1")
+    assert lengths(first) == lengths(second)
+    assert lengths(first) != lengths(other)
+    _check, *prompts = [tuple(body["prompt"]) for body in first.bodies + second.bodies[1:]]
+    assert len(set(prompts)) == len(prompts), "no command warms the cache of the next"
+
+    shown = written["settings"]["content seed"]
+    assert f"content seed {shown}" in result.output.replace("\n", "")
+    again = Server()
+    await run(again, *LOGNORMAL, "--content-seed", str(shown))
+    assert again.bodies == first.bodies
+
+
+async def test_an_unasked_warm_cache_is_a_warning(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "Why?", "answer": "So."}\n' * 3)
+    warning = "warning: 50 % of the input was in the server's prefix cache"
+    result = await run(Server(), "--requests", "2", "--content-seed", "7")
+    assert warning in result.output
+    assert "leave out --content-seed" in result.output
+    result = await run(Server(), "--prompts", str(questions), "--shots", "1", "--requests", "2")
+    assert "warning" not in result.output
+    cold = Server()
+    cold.cached_share = 0.4
+    result = await run(cold, "--requests", "2")
+    assert "warning" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -264,6 +296,7 @@ async def test_questions_go_to_the_chat_api(tmp_path: Path) -> None:
         (("--shots", "2"), "--shots needs --prompts"),
         (("--slo-ttft", "500"), "write 500ms"),
         (("--requests", "0"), "x>=1"),
+        (("--json", "/no-such-folder/x.json"), "no file can be written in /no-such-folder"),
     ],
 )
 async def test_contradictions_are_refused(arguments: tuple[str, ...], message: str) -> None:
@@ -277,7 +310,48 @@ async def test_a_server_that_is_not_there_is_one_clear_line() -> None:
         CliRunner().invoke, bench, ["serve", "--url", "http://127.0.0.1:1"]
     )
     assert invoked.exit_code == 1
-    assert "http://127.0.0.1:1/v1/models does not answer" in invoked.output
+    assert invoked.output == (
+        "Error: nothing answers on http://127.0.0.1:1; start one with "
+        "`kvasir up -f deploy/samples/01-minimal.yaml`, or give --url\n"
+    )
+    invoked = await asyncio.to_thread(
+        CliRunner().invoke, bench, ["serve", "--url", "http://127.0.0.1:1", "--model", "tiny"]
+    )
+    assert invoked.exit_code == 1
+    assert "a first small request (connect): Connection refused" in invoked.output
+
+
+async def test_an_address_that_is_none_is_refused() -> None:
+    invoked = await asyncio.to_thread(CliRunner().invoke, bench, ["serve", "--url", "localhost:1"])
+    assert invoked.exit_code == 2
+    assert "'localhost:1' is no address" in invoked.output
+
+
+async def test_another_server_is_told_apart() -> None:
+    async with serving(Server()) as url:
+        invoked = await asyncio.to_thread(
+            CliRunner().invoke, bench, ["serve", "--url", f"{url}/absent"]
+        )
+    assert invoked.exit_code == 1
+    assert "/absent/v1/models answers with HTTP 404: check --url" in invoked.output
+
+
+async def test_the_instance_that_runs_here_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    invoked = await asyncio.to_thread(CliRunner().invoke, bench, ["serve"])
+    assert "nothing is running; start one with" in invoked.output
+    directory = StateDirectory(state_root(os.environ), "tiny")
+    own = record_of("kvasir up", os.getpid())
+    async with serving(Server()) as url:
+        with directory.locked():
+            directory.write_instance(Instance("tiny", url, own, ()))
+            invoked = await asyncio.to_thread(
+                CliRunner().invoke, bench, ["serve", "--requests", "1"]
+            )
+    assert invoked.exit_code == 0, invoked.output
+    assert f"url {url}" in invoked.output
 
 
 async def test_a_server_that_takes_no_token_ids_is_told_apart() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.bundled_tokenizer import VOCAB_SIZE
 from helpers.fake_dispatcher import FakeDispatcher
-from helpers.http_client import CHAT, STORY, TEXT, post, raw_request, says
+from helpers.http_client import CHAT, STORY, TEXT, post, raw_answer, raw_request, says
 from helpers.http_server import serving
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.router.contracts import Refused
@@ -24,6 +24,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("chat/completions", CHAT | {"messages": []}, 400, "messages", "at least 1"),
     ("chat/completions", CHAT | {"messages": "hello"}, 400, "messages", "array"),
     ("chat/completions", CHAT | {"temperature": -1}, 400, "temperature", "not -1"),
+    ("completions", TEXT | {"repetition_penalty": 0.009}, 400, "repetition_penalty", "0.01"),
+    ("completions", TEXT | {"repetition_penalty": 10.1}, 400, "repetition_penalty", "10"),
     ("chat/completions", CHAT | {"n": 1000}, 400, "n", "at most 16"),
     ("chat/completions", CHAT | {"stop": ["x"] * 1000}, 400, "stop", "at most 16"),
     ("chat/completions", CHAT | {"logit_bias": {"999999": 1}}, 400, "logit_bias", "999999"),
@@ -109,6 +111,52 @@ async def test_a_chunked_body_is_read_no_further_than_the_limit() -> None:
         headers = {"Content-Type": "application/json"}
         async with session.post("/v1/completions", data=parts(), headers=headers) as response:
             assert response.status == 413
+
+
+async def test_a_body_that_does_not_come_is_a_408() -> None:
+    fake = FakeDispatcher(says("x"))
+    async with serving(fake, limits={"body_timeout": 0.2}) as url:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 10\r\n\r\n{}"
+        )
+        status, headers, error = await raw_answer(url, head)
+        assert status == 408
+        assert error["code"] == "request_timeout"
+        assert headers["x-request-id"]
+        async with aiohttp.ClientSession(url) as session:
+            assert (await post(session, "/v1/completions", TEXT))[0] == 200
+
+
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "phrase"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: bogus\r\n\r\n", 417, "bogus"),
+        (b"GET /nothing HTTP/1.1\r\nHost: x\r\nExpect: bogus\r\n\r\n", 417, "bogus"),
+        (_POST + b"Content-Length: abc\r\n\r\n{}", 400, "Content-Length"),
+        (_POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n", 400, "chunk size"),
+        (_POST + b"Authorization: Bearer " + b"k" * 20_000 + b"\r\n\r\n", 400, "16384 bytes"),
+        (b"GET /" + b"k" * 20_000 + b" HTTP/1.1\r\n\r\n", 400, "16384 bytes"),
+        (b"\x16\x03\x01\x00\xa5\x01\r\n\r\n", 400, "HTTPS"),
+        (b"BREW /health HTTP/1.1\r\n\r\n", 400, "method"),
+    ],
+    ids=["expect", "expect, no path", "length", "chunk", "header", "path", "tls", "method"],
+)
+async def test_what_aiohttp_refuses_has_the_same_error_shape(
+    data: bytes, status: int, phrase: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with serving(FakeDispatcher(says("x"))) as url:
+        got, headers, error = await raw_answer(url, data)
+        assert (got, set(error)) == (status, {"message", "type", "param", "code"})
+        assert phrase in error["message"]
+        assert headers["x-request-id"]
+        assert b" 200 " in await raw_request(url, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert not any(record.exc_info for record in caplog.records)
+    assert "kkkk" not in error["message"] + caplog.text
 
 
 async def test_paths_and_methods_have_the_same_error_shape() -> None:

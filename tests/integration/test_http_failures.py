@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import aiohttp
@@ -79,24 +80,61 @@ class _Queued(FakeDispatcher):
             yield event
 
 
+_ENDLESS = 2_000_000
+
+
+def _without_end() -> FakeDispatcher:
+    return FakeDispatcher(lambda _: [5000] * _ENDLESS, card=replace(CARD, max_model_len=_ENDLESS))
+
+
+@asynccontextmanager
+async def _streaming(url: str) -> AsyncIterator[asyncio.StreamReader]:
+    """An endless stream over a socket of its own; it is read as the test reads it."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    body = json.dumps(TEXT | {"stream": True, "max_tokens": _ENDLESS - 100}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    await reader.readline()
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
 async def test_a_slow_client_holds_back_its_generation() -> None:
     """Nothing is read: the sockets fill up, and then no more tokens are taken."""
-    fake = FakeDispatcher(lambda _: [5000] * 2_000_000, card=replace(CARD, max_model_len=2_000_000))
+    fake = _without_end()
     async with serving(fake) as url:
-        host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        body = json.dumps(TEXT | {"stream": True, "max_tokens": 1_900_000}).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
-        await reader.readline()
-        before = -1
-        async with asyncio.timeout(60):
-            while fake.sent_tokens != before:
-                before = fake.sent_tokens
-                await asyncio.sleep(1.0)
-        assert 0 < fake.sent_tokens < 1_000_000
-        writer.close()
+        async with _streaming(url):
+            before = -1
+            async with asyncio.timeout(60):
+                while fake.sent_tokens != before:
+                    before = fake.sent_tokens
+                    await asyncio.sleep(1.0)
+            assert 0 < fake.sent_tokens < _ENDLESS // 2
         await until(lambda: not fake.live)
+
+
+async def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    fake = _without_end()
+    async with serving(fake, limits={"write_timeout": 0.5}) as url, _streaming(url) as reader:
+        await until(lambda: not fake.live)
+        assert len(fake.aborted) == 1
+        async with asyncio.timeout(30):
+            while await reader.read(65536):
+                pass  # what the sockets still hold; then the end
+
+
+async def test_a_slow_client_that_takes_something_is_served() -> None:
+    fake = _without_end()
+    async with serving(fake, limits={"write_timeout": 1.5}) as url, _streaming(url) as reader:
+        for _ in range(40):
+            await asyncio.sleep(0.1)
+            assert await reader.read(65536)
+        assert fake.live

@@ -5,7 +5,9 @@ counted under its name, and both pools are empty afterwards.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -24,9 +26,10 @@ from helpers.local_worker import (
     router_session,
     token_ids,
 )
+from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
-from kvasir.worker.contracts import Request, SamplingParams
+from kvasir.worker.contracts import Request
 from kvasir.worker.transfer import layout
 from kvasir.worker.transfer.check import checksum
 from kvasir.worker.transfer.frames import Frame
@@ -66,14 +69,27 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "FRAME_BYTES", 4 * BLOCK_SIZE * SLOT_BYTES)
 
 
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
+@asynccontextmanager
+async def connected(**decode_settings: object) -> AsyncIterator[Pair]:
     async with (
-        local_worker(worker_id="d", transfer_stall_timeout=0.5) as decode,
+        local_worker(worker_id="d", **decode_settings) as decode,  # type: ignore[arg-type]  # settings only
         local_worker(worker_id="p") as prefill,
         router_session(decode.stub) as session,
     ):
         yield Pair(decode, prefill, session)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with connected() as pair:
+        yield pair
+
+
+@pytest.fixture
+async def impatient_pair() -> AsyncIterator[Pair]:
+    """Gives a silent prefill worker up at once: only for tests in which it stays silent."""
+    async with connected(transfer_stall_timeout=0.5) as pair:
+        yield pair
 
 
 def report(outputs: list[pb.SequenceOutput]) -> pb.PrefillReport:
@@ -97,6 +113,8 @@ async def test_a_remote_prefill_gives_the_tokens_of_a_local_one(pair: Pair, leng
     blocks = -(-length // BLOCK_SIZE)
     num_bytes = blocks * pair.decode.model.runner.block_bytes
     assert pair.decode.transfers() == {"ok": 1}
+    for times in ("queue", "compute"):
+        assert pair.decode.metric(f"kvasir_kv_transfer_{times}_seconds_count") == 1
     assert pair.decode.metric("kvasir_kv_transfer_bytes_total", direction="received") == num_bytes
     assert pair.prefill.metric("kvasir_kv_transfer_bytes_total", direction="sent") == num_bytes
     # The decode worker computed decode steps only: its prompt's KV all came.
@@ -255,16 +273,24 @@ async def oversize(number: int, frame: Frame) -> list[Frame | bytes]:
         (end_early, "broken", 2),
         (go_on, "sequence", 7),
         (oversize, "broken", 2),
-        (stall_at_2, "timeout", 2),
     ],
 )
 async def test_a_fault_costs_a_recompute_and_nothing_else(
     pair: Pair, tamper: Tamper, outcome: str, kept_frames: int
 ) -> None:
+    await check_fault(pair, tamper, outcome, kept_frames)
+
+
+async def test_a_holder_that_falls_silent(impatient_pair: Pair) -> None:
+    await check_fault(impatient_pair, stall_at_2, "timeout", 2)
+
+
+async def check_fault(pair: Pair, tamper: Tamper, outcome: str, kept_frames: int) -> None:
     async with faulty_holder(pair.prefill.address, tamper) as address:
         outputs = await pair.ask("r", PROMPT, pair.prefill.peer(address=address))
         assert token_ids(outputs) == expected(PROMPT)
         assert report(outputs).outcome == pb.PREFILL_OUTCOME_RECOMPUTED
+        assert report(outputs).peer_fault == (outcome != "layout")
         assert pair.decode.transfers() == {outcome: 1}
         # Whole blocks that came before the fault are kept: 16 tokens a frame.
         computed = sum(s["r"] for s in pair.decode.model.runner.steps) - (MAX_TOKENS - 1)
@@ -282,13 +308,14 @@ async def test_a_holder_that_is_not_there(pair: Pair) -> None:
     await pair.settled()
 
 
-async def test_an_address_that_never_answers(pair: Pair) -> None:
+async def test_an_address_that_never_answers(impatient_pair: Pair) -> None:
     """It accepts the connection and says nothing, as a frozen process does."""
 
     async def silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await done.wait()
         writer.close()
 
+    pair = impatient_pair
     done = asyncio.Event()
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -319,6 +346,35 @@ async def test_a_transfer_that_takes_too_long() -> None:
         await pair.settled()
 
 
+async def test_an_error_on_this_side_accuses_nobody(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_num_bytes: int) -> None:
+        raise RuntimeError("a bug in the receiver")
+
+    monkeypatch.setattr(pair.decode.server.metrics, "transfer_received", fail)
+    outputs = await pair.ask("r", PROMPT, pair.prefill.peer())
+    assert token_ids(outputs) == expected(PROMPT)
+    assert report(outputs).outcome == pb.PREFILL_OUTCOME_RECOMPUTED
+    assert not report(outputs).peer_fault
+    assert pair.decode.transfers() == {"internal": 1}
+    assert "a bug in the receiver" in caplog.text
+    await pair.settled()
+
+
+async def test_a_deadline_that_cuts_a_transfer_short_accuses_nobody(pair: Pair) -> None:
+    async with faulty_holder(pair.prefill.address, stall_at_2) as address:
+        peer = pair.prefill.peer(address=address)
+        submit = make_submit("r", PROMPT, max_tokens=MAX_TOKENS, prefill=peer)
+        submit.deadline = time.time() + 1.0
+        await pair.session.send(submit=submit)
+        outputs = await pair.session.finished("r")
+        assert report(outputs).outcome == pb.PREFILL_OUTCOME_RECOMPUTED
+        assert not report(outputs).peer_fault
+        assert pair.decode.transfers() == {"timeout": 1}
+        await pair.settled()
+
+
 # --- refusals --------------------------------------------------------------------------------
 
 
@@ -335,6 +391,7 @@ async def test_another_layout(pair: Pair) -> None:
     async with local_worker(worker_id="q", layout=wider) as other:
         outputs = await pair.ask("r", PROMPT, other.peer())
         assert token_ids(outputs) == expected(PROMPT)
+        assert not report(outputs).peer_fault
         assert pair.decode.transfers() == {"layout": 1}
         assert other.model.runner.steps == []
 
@@ -343,6 +400,8 @@ async def test_a_draining_holder(pair: Pair) -> None:
     await pair.prefill.stub.Drain(pb.DrainRequest())
     outputs = await pair.ask("r", PROMPT, pair.prefill.peer())
     assert token_ids(outputs) == expected(PROMPT)
+    assert report(outputs).outcome == pb.PREFILL_OUTCOME_RECOMPUTED
+    assert not report(outputs).peer_fault
     assert pair.decode.transfers() == {"refused": 1}
     await pair.settled()
 
@@ -399,6 +458,17 @@ async def test_a_prompt_that_is_too_long(pair: Pair) -> None:
     error = await refused(pair.prefill, request)
     assert error.code() is grpc.StatusCode.OUT_OF_RANGE
     assert pair.prefill.model.runner.steps == []
+
+
+async def test_a_refusal_is_logged_with_its_caller(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvasir.worker.transfer")
+    request = prefill_request(pair.prefill)
+    request.receiver_epoch = "epoch-of-the-caller"
+    request.num_cached_tokens = 3
+    await refused(pair.prefill, request)
+    assert "request=r caller_epoch=epoch-of-the-caller" in caplog.text
 
 
 async def refused(worker: LocalWorker, request: kv_pb.PrefillRequest) -> grpc.aio.AioRpcError:

@@ -162,8 +162,34 @@ def test_a_killed_worker_leaves_the_file_and_comes_back_with_a_new_address(tmp_p
 def test_configuration_error_stops_everything(tmp_path: Path) -> None:
     with runtime_of(tmp_path, decode={"exit_code": 2}) as runtime:
         events = step_until(runtime, lambda _: runtime.finished, "stopped")
-        assert Failed("standin-decode-0", "model: no such file") in events
+        assert Failed("standin-decode-0", "spec.model.source: no such file", invalid=True) in events
         assert happenings(tmp_path).count("start standin-decode-0") == 1
+
+
+def test_what_never_becomes_ready_is_given_up(tmp_path: Path) -> None:
+    now = 0.0
+    plan = standin.plan(tmp_path / "events", decode={"crashes": 99})
+    directory = StateDirectory(tmp_path, plan.name)
+    with directory.locked():
+        runtime = LocalRuntime(plan, directory, url=URL, command=standin.command, clock=lambda: now)
+
+        def finished(_: list[Event]) -> bool:
+            nonlocal now
+            if runtime.view()[1].phase == "restarting":
+                now += 1.0
+            return runtime.finished
+
+        try:
+            events = step_until(runtime, finished, "given up")
+        finally:
+            runtime.kill()
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    why = "given up after 5 crashes, never ready: out of luck"
+    assert failed == Failed("standin-decode-0", why, invalid=False)
+    exits = [event for event in events if isinstance(event, Exited)]
+    waits = [event.restart_in for event in exits if event.id == failed.id]
+    assert waits == [0.5, 1.0, 2.0, 4.0, None]
+    assert happenings(tmp_path).count("start standin-decode-0") == 5
 
 
 def test_deadline_kills_what_does_not_leave(tmp_path: Path) -> None:
@@ -332,9 +358,10 @@ def test_crash_is_announced_in_one_line(tmp_path: Path) -> None:
 def test_configuration_error_is_the_error_of_the_command(tmp_path: Path) -> None:
     with up(tmp_path, decode={"exit_code": 2}) as process:
         _, errors = process.popen.communicate(timeout=PATIENCE)
-        assert process.popen.returncode == 1
+        assert process.popen.returncode == 2
         log = tmp_path / "standin" / "standin-decode-0.log"
-        assert errors == f"kvasir: standin-decode-0: model: no such file (log: {log})\n"
+        why = "spec.model.source: no such file"
+        assert errors == f"kvasir: standin-decode-0: {why} (log: {log})\n"
 
 
 _ON_TERMINAL = """

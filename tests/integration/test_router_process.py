@@ -82,7 +82,7 @@ def test_serves_from_ready_on_and_stops_on_a_signal(tmp_path: Path, number: sign
 
 def test_open_requests_finish_and_new_ones_are_not_taken(tmp_path: Path) -> None:
     """A request that waits for a worker ends in its own 503, not in a cut connection."""
-    with _running(tmp_path, no_worker_timeout=3.0) as (process, state):
+    with _running(tmp_path, no_worker_timeout=15.0) as (process, state):
         host, port = _await_phase(state, "ready")["address"].split(":")
         body = json.dumps({"model": "m", "prompt": "x"}).encode()
         with socket.create_connection((host, int(port))) as client:
@@ -132,6 +132,8 @@ def test_a_port_in_use_is_one_line_with_the_fix(tmp_path: Path) -> None:
     [
         ('{"workers_file": "w", "prot": 1}', "prot"),
         ('{"workers_file": "w", "limits": {"max_n": 0}}', "limits.max_n"),
+        ('{"workers_file": "w", "api_keys": [""]}', "api_keys.0"),
+        ('{"workers_file": "w", "api_keys": ["fine", "not fine"]}', "api_keys.1"),
         ("{}", "workers_file"),
         ("{", "JSON"),
         (None, "No such file"),

@@ -13,10 +13,12 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from helpers.faulty_holder import faulty_holder
 from helpers.local_worker import RouterSession, make_submit, router_session, token_ids
 from helpers.worker_process import WorkerProcess, worker_process
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1.engine_pb2_grpc import EngineStub
+from kvasir.worker.transfer.frames import Frame
 
 TEXT = " ".join(
     f"On day {day} the lighthouse keeper counted {3 * day + 1} ships and wrote the number down."
@@ -34,9 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decode(folder: Path) -> Iterator[WorkerProcess]:
-    with worker_process(
-        folder, "decode", role="decode", prefix_caching=False, transfer_stall_timeout=2
-    ) as worker:
+    with worker_process(folder, "decode", role="decode", prefix_caching=False) as worker:
         worker.wait_ready()
         yield worker
 
@@ -64,12 +64,17 @@ def prompt(decode: WorkerProcess) -> list[int]:
 
 
 async def ask(
-    session: RouterSession, request_id: str, prompt: list[int], peer: WorkerProcess | None = None
+    session: RouterSession,
+    request_id: str,
+    prompt: list[int],
+    peer: WorkerProcess | None = None,
+    address: str = "",
 ) -> None:
+    """``address``: where ``peer`` is reached, if not at its own."""
     prefill = None
     if peer is not None:
         prefill = pb.PrefillPeer(
-            worker_id=peer.worker_id, address=peer.address, epoch=peer.state["epoch"]
+            worker_id=peer.worker_id, address=address or peer.address, epoch=peer.state["epoch"]
         )
     await session.send(
         submit=make_submit(request_id, prompt, max_tokens=MAX_TOKENS, prefill=prefill)
@@ -116,37 +121,49 @@ async def test_disaggregated_is_the_same_as_alone(
 
 
 @pytest.mark.parametrize(
-    ("number", "outcomes"),
-    [(signal.SIGKILL, ("broken",)), (signal.SIGSTOP, ("timeout", "broken"))],
+    ("number", "outcome", "settings"),
+    [
+        (signal.SIGKILL, "broken", {}),
+        (signal.SIGSTOP, "timeout", {"transfer_stall_timeout": 2}),
+    ],
 )
 async def test_a_prefill_worker_lost_in_mid_transfer(
     folder: Path,
-    decode: WorkerProcess,
     prompt: list[int],
     alone: list[int],
     number: signal.Signals,
-    outcomes: tuple[str, ...],
+    outcome: str,
+    settings: dict[str, object],
 ) -> None:
-    def count() -> float:
-        return sum(decode.metric(TRANSFERS, {"outcome": outcome}) for outcome in outcomes)
+    """The third frame is held back until the signal has been sent."""
+    reached, signaled = asyncio.Event(), asyncio.Event()
 
-    with worker_process(
-        folder, f"prefill-{number.name}", role="prefill", max_batched_tokens=CHUNK
-    ) as prefill:
+    async def hold_at_2(number: int, frame: Frame) -> list[Frame | bytes]:
+        if number == 2:
+            reached.set()
+            await signaled.wait()
+        return [frame]
+
+    with (
+        worker_process(
+            folder, f"prefill-{number.name}", role="prefill", max_batched_tokens=CHUNK
+        ) as prefill,
+        worker_process(folder, f"decode-{number.name}", role="decode", **settings) as decode,
+    ):
         prefill.wait_ready()
-        before = count()
-        received = ("kvasir_kv_transfer_bytes_total", {"direction": "received"})
-        bytes_before = decode.metric(*received)
-        async with session_with(decode) as session:
-            await ask(session, "lost", prompt, prefill)
-            await asyncio.to_thread(
-                decode.wait_metric, *received, lambda value: value > bytes_before
-            )
+        decode.wait_ready()
+        async with (
+            faulty_holder(prefill.address, hold_at_2) as address,
+            session_with(decode) as session,
+        ):
+            await ask(session, "lost", prompt, prefill, address)
+            await reached.wait()
             prefill.signal(number)
+            signaled.set()
             outputs = await session.finished("lost")
         assert token_ids(outputs) == alone
         assert outcome_of(outputs) == pb.PREFILL_OUTCOME_RECOMPUTED
-        assert count() == before + 1
+        assert decode.metric(TRANSFERS, {"outcome": outcome}) == 1
         wait_idle(decode)
 
 
@@ -210,6 +227,19 @@ def test_bad_settings_are_one_clear_line(
         lines = [line for line in worker.log.splitlines() if line.startswith("kvasir-worker: ")]
         assert len(lines) == 1
         assert words in lines[0]
+        assert "Traceback" not in worker.log
+
+
+def test_a_missing_module_is_one_clear_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with worker_process(folder, "incomplete") as worker:
+        assert worker.wait_exit() == 2
+        last = worker.log.splitlines()[-1]
+        assert last.startswith("kvasir-worker: No module named 'torch'; install ")
+        assert "pip install 'kvasir[worker]'" in last
         assert "Traceback" not in worker.log
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc
@@ -25,11 +25,15 @@ from helpers.local_worker import (
     router_session,
     token_ids,
 )
+from helpers.recorders import Recorder
 from kvasir.proto.blocks import block_hashes
+from kvasir.proto.process import join_host_port
+from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
-from kvasir.worker.contracts import Request, SamplingParams, StepPlan, StepResult
+from kvasir.worker.contracts import Request, StepPlan, StepResult
 from kvasir.worker.health import Health, HealthServer
+from kvasir.worker.service import session as session_module
 
 PROMPT = [3 * i % VOCAB_SIZE for i in range(50)]
 
@@ -277,6 +281,22 @@ async def test_a_bad_request_is_refused_and_the_next_one_served(
     assert token_ids(await session.finished("good")) == expected(PROMPT)
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "replayed"), [(4, 4), (4, 9), (1000, MAX_MODEL_LEN - 50), (1000, MAX_MODEL_LEN)]
+)
+async def test_a_replay_at_its_limit_ends_with_length(
+    worker: LocalWorker, session: RouterSession, max_tokens: int, replayed: int
+) -> None:
+    """Whether by max_tokens or by the model's length; even beyond, after a change of limits."""
+    submit = make_submit("r", PROMPT, max_tokens=max_tokens)
+    submit.output_token_ids.extend([1] * replayed)
+    await session.send(submit=submit)
+    (output,) = await session.finished("r")
+    assert output == pb.SequenceOutput(request_id="r", finish_reason=pb.FINISH_REASON_LENGTH)
+    assert worker.model.runner.steps == []
+    await worker.settled()
+
+
 async def test_an_unknown_message_is_ignored(session: RouterSession) -> None:
     await session.call.write(pb.RouterMessage())
     await session.send(hello=pb.Hello(router_id="again"))
@@ -312,6 +332,47 @@ async def test_events_and_snapshot_tell_the_same(
     last = session.events[-1]
     assert session.snapshots[0].sequence == last.first_sequence + len(last.events) - 1
     assert session.events[0].first_sequence == 1
+
+
+async def test_a_snapshot_may_be_larger_than_what_may_be_left_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_module, "_SNAPSHOT_HASHES", 10)
+    async with (
+        local_worker(max_session_bytes=5000) as worker,
+        router_session(worker.stub) as session,
+    ):
+        for number in range(5):
+            prompt = [number, *([1] * 200)]
+            await session.send(submit=make_submit(f"r{number}", prompt, max_tokens=1))
+            await session.finished(f"r{number}")
+        await session.send(snapshot_request=pb.SnapshotRequest())
+        await session.until(lambda: bool(session.snapshots) and session.snapshots[-1].last)
+        assert len(session.snapshots) == 25
+        assert sum(len(part.block_hashes) for part in session.snapshots) == 5 * 50
+        assert sum(part.ByteSize() for part in session.snapshots) > 5000
+        assert [part.last for part in session.snapshots] == [False] * 24 + [True]
+
+
+async def test_a_snapshot_comes_before_the_events_that_follow_it(
+    worker: LocalWorker, session: RouterSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the loop takes to look at the snapshot that it has asked for."""
+    engine = worker.server.engine
+    snapshot = engine.snapshot
+
+    def slow_snapshot(tell: Callable[[int, list[bytes]], None]) -> None:
+        snapshot(tell)
+        sink = Recorder()
+        sampling = SamplingParams(temperature=0, max_tokens=1)
+        assert engine.submit(Request("meanwhile", tuple(PROMPT), sampling), sink) is None
+        sink.wait_finished("meanwhile")
+
+    monkeypatch.setattr(engine, "snapshot", slow_snapshot)
+    await session.send(snapshot_request=pb.SnapshotRequest())
+    await session.until(lambda: bool(session.events))
+    assert next(kind for kind in session.order if kind.startswith("kv_")) == "kv_snapshot"
+    assert session.snapshots == [pb.KvSnapshot(sequence=0, last=True)]
 
 
 async def test_a_snapshot_of_nothing(session: RouterSession) -> None:
@@ -406,6 +467,19 @@ def get(port: int, path: str) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+async def test_either_address_family_is_served(host: str) -> None:
+    server = HealthServer(host, 0, Health())
+    try:
+        url = f"http://{join_host_port(host, server.port)}/health"
+        status = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).status)
+        assert status == 200
+    finally:
+        await asyncio.to_thread(server.stop)
+    async with local_worker(host=host) as worker:
+        assert worker.server.port
+
+
 async def test_the_http_server(worker: LocalWorker, session: RouterSession) -> None:
     await session.send(submit=make_submit("r", PROMPT))
     await session.finished("r")
@@ -439,6 +513,8 @@ async def test_the_http_server(worker: LocalWorker, session: RouterSession) -> N
         'kvasir_kv_transfer_total{outcome="ok"} 0.0',
         'kvasir_kv_transfer_bytes_total{direction="sent"} 0.0',
         "kvasir_kv_transfer_seconds_count 0.0",
+        "kvasir_kv_transfer_queue_seconds_count 0.0",
+        "kvasir_kv_transfer_compute_seconds_count 0.0",
     ):
         assert f"\n{line}\n" in text
     assert 'vllm:cache_config_info{block_size="4",' in text

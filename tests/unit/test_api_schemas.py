@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from helpers.fake_dispatcher import CARD
+from kvasir.proto.sampling import SamplingParams
 from kvasir.router.api.auth import ANYONE, Keys, cache_salt
 from kvasir.router.api.body import parse
 from kvasir.router.api.errors import ApiError
@@ -21,7 +22,6 @@ from kvasir.router.api.validate import (
     completion_sampling,
 )
 from kvasir.router.config import Limits
-from kvasir.router.contracts import Sampling
 
 CHAT: dict[str, Any] = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"model": "smollm2", "prompt": "Hi"}
@@ -141,13 +141,13 @@ def test_null_means_the_default() -> None:
     nulls = dict.fromkeys(set(ChatRequest.model_fields) - set(CHAT))
     sampling = chat_sampling(_chat(**nulls), 10, CARD)
     plain = chat_sampling(_chat(), 10, CARD)
-    assert isinstance(sampling, Sampling)
-    assert isinstance(plain, Sampling)
+    assert isinstance(sampling, SamplingParams)
+    assert isinstance(plain, SamplingParams)
     assert {**_fields(sampling), "seed": 0} == {**_fields(plain), "seed": 0}
 
 
-def _fields(sampling: Sampling) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+def _fields(sampling: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}
 
 
 def test_text_parts_become_lines() -> None:
@@ -247,14 +247,14 @@ def test_what_is_at_the_limits_passes() -> None:
 )
 def test_max_tokens_of_chat(fields: dict[str, Any], prompt_tokens: int, expected: int) -> None:
     sampling = chat_sampling(_chat(**fields), prompt_tokens, CARD)
-    assert isinstance(sampling, Sampling)
+    assert isinstance(sampling, SamplingParams)
     assert sampling.max_tokens == expected
 
 
 def test_max_tokens_of_completions() -> None:
     for prompt_tokens, expected in ((10, 16), (2040, 8)):
         sampling = completion_sampling(_text(), prompt_tokens, CARD)
-        assert isinstance(sampling, Sampling)
+        assert isinstance(sampling, SamplingParams)
         assert sampling.max_tokens == expected
 
 
@@ -268,8 +268,8 @@ def test_more_than_the_window_is_refused_with_the_numbers(name: str) -> None:
 
 
 def test_logprobs_of_both_endpoints() -> None:
-    def wanted(sampling: Sampling | ApiError) -> tuple[int | None, int | None]:
-        assert isinstance(sampling, Sampling)
+    def wanted(sampling: SamplingParams | ApiError) -> tuple[int | None, int | None]:
+        assert isinstance(sampling, SamplingParams)
         return sampling.logprobs, sampling.prompt_logprobs
 
     assert wanted(chat_sampling(_chat(), 1, CARD)) == (None, None)
@@ -292,10 +292,10 @@ def test_seeds_of_children() -> None:
 
 def test_a_negative_seed_and_none() -> None:
     negative = chat_sampling(_chat(seed=-1), 1, CARD)
-    assert isinstance(negative, Sampling)
+    assert isinstance(negative, SamplingParams)
     assert negative.seed == 2**64 - 1
     drawn = [chat_sampling(_chat(), 1, CARD) for _ in range(5)]
-    assert len({s.seed for s in drawn if isinstance(s, Sampling)}) == 5
+    assert len({s.seed for s in drawn if isinstance(s, SamplingParams)}) == 5
 
 
 def test_keys() -> None:

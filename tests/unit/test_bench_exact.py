@@ -1,10 +1,19 @@
 """Who is right about a token, and what the engine bench makes of token times."""
 
+import re
+from itertools import pairwise
+
 import pytest
 import torch
 
-from kvasir.bench.judge import TIE, Tie, Vocabulary, judge
+from kvasir.bench.ask import Answer
+from kvasir.bench.exact import LONGEST, Case, Result, build_prompts, run_scenario
+from kvasir.bench.judge import TIE, Tie, Verdict, Vocabulary, judge
+from kvasir.bench.metrics import parse_metrics
+from kvasir.bench.scenarios import Outcome, Prompts, Setup
+from kvasir.bench.stack import StackError
 from kvasir.bench.timeline import Timeline
+from kvasir.bench.workload import Question, WorkloadError
 
 VOCABULARY = Vocabulary(["a", "b", "c", "a"])
 
@@ -79,3 +88,131 @@ def test_a_batch_that_never_was_whole_has_no_rate() -> None:
 def test_a_request_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         Timeline(((1.0,), ()))
+
+
+# --- scenarios -------------------------------------------------------------------------------
+
+SETUP = Setup("model", max_tokens=2, longest_prompt=40, kv_bytes_per_token=100)
+CASES = [Case((1, 2), (0, 1)), Case((3, 4), (0, 1))]
+
+
+class ByText:
+    """An oracle that knows the only right tokens."""
+
+    def verdict(self, answer: Answer, case: Case) -> Verdict:
+        assert case in CASES
+        return Verdict(answer.error or (None if answer.tokens == ["a", "b"] else "other tokens"))
+
+
+async def run(outcome: Outcome | Exception) -> Result:
+    async def scenario(_setup: Setup, prompts: Prompts) -> Outcome:
+        assert prompts == [(1, 2), (3, 4)]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return await run_scenario("some", scenario, SETUP, CASES, ByText())
+
+
+def answers(*tokens: list[str]) -> list[Answer]:
+    return [Answer(tokens=each, finished=True) for each in tokens]
+
+
+async def test_a_scenario_with_equal_answers_and_evidence_is_ok() -> None:
+    result = await run(Outcome(answers(["a", "b"], ["a", "b"]), {"replays": 1}, faults=1))
+    assert result.ok
+    assert (result.equal, result.wrong, result.faults) == (2, 0, 1)
+
+
+async def test_a_fault_without_effect_fails_its_scenario() -> None:
+    result = await run(Outcome(answers(["a", "b"], ["a", "b"]), {"faults": 1, "replays": 0}))
+    assert not result.ok
+    assert result.mistakes == ["no replays: nothing was tested"]
+
+
+async def test_a_wrong_or_failed_answer_fails_its_scenario() -> None:
+    broken = Answer(error="http 503")
+    result = await run(Outcome([*answers(["a", "c"]), broken], {"answers": 2}))
+    assert not result.ok
+    assert result.mistakes == ["prompt 0: other tokens", "prompt 1: http 503"]
+
+
+@pytest.mark.parametrize(
+    "error", [StackError("decode-0 ended with exit code 2"), ExceptionGroup("wave", [OSError()])]
+)
+async def test_a_stack_that_breaks_down_fails_its_scenario_alone(error: Exception) -> None:
+    result = await run(error)
+    assert not result.ok
+    assert result.wrong == 2
+    assert str(error) in result.mistakes[0]
+
+
+# --- prompts ---------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer in place of the reference: one token per word."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(len(word) for word in text.split())
+
+
+QUESTIONS = [Question(" ".join(["word"] * (5 + i % 20)), " ".join(["so"] * 30)) for i in range(200)]
+
+
+def test_prompt_lengths_spread_over_the_range() -> None:
+    prompts = build_prompts(QUESTIONS, 50, None, 0, Words())
+    lengths = [len(prompt) for prompt in prompts]
+    assert lengths == sorted(lengths)
+    assert max(lengths[:5]) < 150
+    assert LONGEST - 60 < lengths[-1] <= LONGEST
+    assert all(b - a < 120 for a, b in pairwise(lengths)), "no gap in between"
+
+
+def test_prompts_are_fixed_by_the_seed() -> None:
+    first = build_prompts(QUESTIONS, 10, None, 0, Words())
+    assert first == build_prompts(QUESTIONS, 10, None, 0, Words())
+    assert first != build_prompts(QUESTIONS, 10, None, 1, Words())
+
+
+def test_a_fixed_number_of_shots() -> None:
+    for prompt in build_prompts(QUESTIONS, 10, 2, 0, Words()):
+        assert prompt.count(len("Question:")) == 3
+
+
+@pytest.mark.parametrize(
+    ("questions", "count", "shots", "needed", "fix"),
+    [
+        (200, 101, None, 202, "lower --count to 100, or add questions"),
+        (200, 199, 2, 201, "lower --count to 198, or add questions"),
+        (200, 201, 0, 201, "lower --count to 200, or add questions"),
+        (1, 1, None, 2, "add questions, or ask without examples (--shots 0)"),
+        (1, 1, 1, 2, "add questions, or ask without examples (--shots 0)"),
+    ],
+)
+def test_too_few_questions_are_refused(
+    questions: int, count: int, shots: int | None, needed: int, fix: str
+) -> None:
+    why = f"need {needed} questions, there are {questions}: {fix}"
+    with pytest.raises(WorkloadError, match=re.escape(why)):
+        build_prompts(QUESTIONS[:questions], count, shots, 0, Words())
+
+
+def test_without_examples_every_question_can_be_asked() -> None:
+    (prompt,) = build_prompts(QUESTIONS[:1], 1, 0, 0, Words())
+    assert prompt.count(len("Question:")) == 1
+    assert len(build_prompts(QUESTIONS, 198, 2, 0, Words())) == 198
+
+
+def test_metrics_are_summed_over_matching_labels() -> None:
+    text = (
+        "# TYPE moved counter\n"
+        'moved_total{outcome="ok",worker="a"} 2\n'
+        'moved_total{outcome="ok",worker="b"} 3\n'
+        'moved_total{outcome="broken",worker="b"} 4\n'
+    )
+    samples = parse_metrics(text)
+    assert samples.total("moved_total") == 9
+    assert samples.total("moved_total", outcome="ok") == 5
+    assert samples.total("moved_total", outcome="ok", worker="c") == 0
+    assert samples.total("absent") == 0

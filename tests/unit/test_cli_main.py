@@ -1,5 +1,6 @@
 """The command line itself: help, versions, errors in one line, tracebacks only with --debug."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
+from kvasir.cli.commands import cli
 from kvasir.cli.errors import InvalidInput, run
-from kvasir.cli.main import cli
 
 COMMANDS = ("up", "status", "chat", "bench", "doctor")
 
@@ -42,6 +43,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--temperature", "3"], "3.0 is not in the range"),
         (["status", "--url", "localhost:1"], "write for example http://127.0.0.1:8000"),
         (["status", "--url", "http://a:b"], "write for example http://127.0.0.1:8000"),
+        (["status", "--url", "http://[::1"], "write for example http://127.0.0.1:8000"),
     ],
 )
 def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,10 +102,21 @@ def test_interrupt() -> None:
     assert run(command_that_raises(KeyboardInterrupt()), ["fail"]) == 130
 
 
+def test_an_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    result = subprocess.run(
+        [sys.executable, "-m", "kvasir.cli.main", "status"],
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (130, b"")
+
+
 def test_the_command_does_not_import_torch() -> None:
     code = (
-        "import sys, kvasir.cli.main, kvasir.cli.up, kvasir.cli.status, kvasir.cli.chat,"
-        " kvasir.cli.doctor\n"
+        "import sys, kvasir.cli.main, kvasir.cli.commands, kvasir.cli.up, kvasir.cli.status,"
+        " kvasir.cli.chat, kvasir.cli.doctor\n"
         "print(sorted({'torch', 'grpc', 'kvasir.worker', 'kvasir.router'} & set(sys.modules)))"
     )
     result = subprocess.run(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from helpers.router_stub import RouterStub, running
+from kvasir.cli.commands import cli
 from kvasir.cli.errors import run
-from kvasir.cli.main import cli
 from kvasir.operator.local.state import Instance, ProcessRecord, StateDirectory, record_of
 
 LONG_NAME = f"{'a' * 40}-prefill-0"
@@ -111,6 +111,18 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, ["status", "--url", router.url]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"kvasir: nothing answers on {router.url}; ")
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["chat", "hello"]])
+def test_a_running_instance_that_does_not_answer_yet(
+    state: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(RouterStub()) as router:
+        pass
+    remember(state, "smollm2", router.url, record_of("kvasir up", os.getpid()))
+    assert run(cli, arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{router.url} is starting, stopping or restarting; try again in a moment")
 
 
 def test_another_server_answers(capsys: pytest.CaptureFixture[str]) -> None:

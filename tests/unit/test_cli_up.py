@@ -10,8 +10,8 @@ import pytest
 
 from helpers import standin
 from helpers.router_stub import RouterStub, running
+from kvasir.cli.commands import cli
 from kvasir.cli.errors import run
-from kvasir.cli.main import cli
 from kvasir.cli.up import Reporter
 from kvasir.operator.local.ports import choose_port
 from kvasir.operator.local.runtime import Exited, LocalRuntime, PhaseChanged, ProcessView
@@ -43,6 +43,17 @@ def test_name_in_use(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(cli, ["up", "-f", str(SAMPLE), "--port", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvasir: smollm2 already runs on http://127.0.0.1:8000; ")
+
+
+def test_problems_of_the_file_come_before_all_else(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = state.parent / "m.yaml"
+    manifest.write_text(SAMPLE.read_text().replace("bundled://smollm2-135m-instruct", "hf://a/b"))
+    with StateDirectory(state, "smollm2").locked():
+        assert run(cli, ["up", "-f", str(manifest), "--port", "0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvasir: {manifest}: spec.model.source: hf:// is not available")
 
 
 def test_state_directory_cannot_be_written(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -70,6 +70,11 @@ class Rig:
         self.listener.wait_load(lambda load: load.running == load.waiting == 0)
         assert self.engine.load().kv_blocks_used == 0
 
+    def snapshot(self) -> Future[tuple[int, list[bytes]]]:
+        told: Future[tuple[int, list[bytes]]] = Future()
+        self.engine.snapshot(lambda sequence, hashes: told.set_result((sequence, hashes)))
+        return told
+
     def _clock(self) -> float:
         self.clock_reads += 1
         return self.now
@@ -109,7 +114,7 @@ def test_requests_from_many_threads_all_get_their_answers(make_rig: Callable[...
     for request in requests:
         assert sink.tokens(request.request_id) == expected(request)
     rig.settle()
-    assert rig.listener.known == set(rig.engine.snapshot().result(WAIT_SECONDS)[1])
+    assert rig.listener.known == set(rig.snapshot().result(WAIT_SECONDS)[1])
 
 
 def test_one_delivery_for_each_step_and_sink(make_rig: Callable[..., Rig]) -> None:
@@ -213,15 +218,59 @@ def test_an_abort_sent_before_the_submit_does_not_touch_it(make_rig: Callable[..
 
 def test_kv_events_are_numbered_and_a_snapshot_fits_them(make_rig: Callable[..., Rig]) -> None:
     rig, sink = make_rig(), Recorder()
-    assert rig.engine.snapshot().result(WAIT_SECONDS) == (0, [])
+    assert rig.snapshot().result(WAIT_SECONDS) == (0, [])
     for request_id, prompt in (("a", range(10)), ("b", range(20))):
         rig.submit(make_request(request_id, prompt, 1), sink)
         sink.wait_finished(request_id)
     rig.settle()
-    sequence, hashes = rig.engine.snapshot().result(WAIT_SECONDS)
+    sequence, hashes = rig.snapshot().result(WAIT_SECONDS)
     assert (sequence, set(hashes)) == (rig.listener.sequence, rig.listener.known)
     assert hashes == block_hashes(range(20), BLOCK_SIZE)
     assert sequence == 2
+
+
+def test_a_snapshot_has_its_place_among_the_events(make_rig: Callable[..., Rig]) -> None:
+    rig, sink = make_rig(num_blocks=12), Recorder()
+    told: list[tuple[int, int]] = []
+
+    def tell(sequence: int, _hashes: list[bytes]) -> None:
+        told.append((sequence, rig.listener.sequence))
+        if len(told) < 60:
+            rig.engine.snapshot(tell)
+
+    rig.runner.gate.clear()
+    for i in range(60):
+        rig.submit(make_request(f"r{i}", range(i, i + 9), 3), sink)
+    rig.engine.snapshot(tell)
+    rig.runner.gate.set()
+    sink.wait_finished(*(f"r{i}" for i in range(60)))
+    rig.settle()
+    assert len(told) == 60
+    assert all(contained == delivered for contained, delivered in told)
+    assert len({contained for contained, _ in told}) > 1
+
+
+def test_invariants_are_checked_once_for_whatever_has_ended(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check looks at every block: not something for each command that an idle engine gets."""
+    checks: list[Scheduler] = []
+    check = Scheduler.check
+
+    def counted(scheduler: Scheduler) -> None:
+        checks.append(scheduler)
+        check(scheduler)
+
+    monkeypatch.setattr(Scheduler, "check", counted)
+    rig, sink = make_rig(), Recorder()
+    for round_ in (1, 2):
+        rig.submit(make_request("r", range(6), 2), sink)
+        sink.wait_finished("r")
+        # The engine checks before it answers the second of these.
+        for _ in range(20):
+            rig.snapshot().result(WAIT_SECONDS)
+        assert len(checks) == round_
+        sink.batches.clear()
 
 
 def test_a_deadline_wakes_a_sleeping_engine(make_rig: Callable[..., Rig]) -> None:
@@ -322,7 +371,7 @@ def test_stop_tells_all_and_later_calls_are_settled(make_rig: Callable[..., Rig]
     payload, sampled = remote_prefill(make_request("r", range(6)))
     assert rig.engine.commit_blocks("r", 0, payload).result(0) is False
     assert rig.engine.read_blocks("r", 0, 1).result(0) is None
-    assert rig.engine.snapshot().result(0)[0] == rig.listener.sequence
+    assert rig.snapshot().result(0)[0] == rig.listener.sequence
     rig.engine.finish_receive("r", sampled, 0)
     rig.engine.abort("r")
     refusal = rig.engine.submit(make_request("x", range(6)), sink)
@@ -334,7 +383,7 @@ def test_stop_tells_all_and_later_calls_are_settled(make_rig: Callable[..., Rig]
 def test_stop_before_start_tells_what_was_submitted() -> None:
     rig, sink = Rig(), Recorder()
     rig.submit(make_request("a", range(6)), sink)
-    future = rig.engine.snapshot()
+    future = rig.snapshot()
     rig.engine.stop()
     assert sink.batches == [[Output("a", finish=Finish.ABORTED)]]
     assert future.result(0) == (0, [])
@@ -365,7 +414,7 @@ def test_what_breaks_on_the_engine_thread_is_fatal(
     assert len(rig.fatal) == 1
     assert rig.engine.submit(make_request("b", range(3), 1), sink) is not None
     with pytest.raises((KeyError, RuntimeError), match="a bug"):
-        rig.engine.snapshot().result(0)
+        rig.engine.read_blocks("a", 0, 1).result(0)
     rig.engine.stop()
     assert len(rig.fatal) == 1
 

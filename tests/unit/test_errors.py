@@ -1,5 +1,6 @@
 """The closed set of refusal reasons is complete on every side."""
 
+import grpc
 import pytest
 
 from kvasir.proto.errors import CODES, Reason, Refusal
@@ -14,6 +15,7 @@ def test_reasons_equal_the_protobuf_enum() -> None:
 
 def test_every_reason_has_codes() -> None:
     assert set(CODES) == set(Reason)
+    assert {codes.grpc for codes in CODES.values()} <= set(grpc.StatusCode.__members__)
 
 
 @pytest.mark.parametrize("reason", Reason)

@@ -184,6 +184,7 @@ def test_an_honest_stream_is_believed() -> None:
 
 
 LOGPROBS = engine_pb2.TokenLogprobs(logprob=-1)
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,9 @@ LOGPROBS = engine_pb2.TokenLogprobs(logprob=-1)
             Outcome.BROKEN,
         ),
         (replace(LAST, result=kv_transfer_pb2.PrefillResult(logprobs=LOGPROBS)), Outcome.BROKEN),
+        (replace(LAST, result=kv_transfer_pb2.PrefillResult(queue_seconds=-1)), Outcome.BROKEN),
+        (replace(LAST, result=kv_transfer_pb2.PrefillResult(compute_seconds=NAN)), Outcome.BROKEN),
+        (replace(LAST, result=kv_transfer_pb2.PrefillResult(compute_seconds=INF)), Outcome.BROKEN),
     ],
 )
 def test_any_departure_is_a_fault(frame: Frame, outcome: Outcome) -> None:
@@ -227,6 +231,15 @@ def test_logprobs_that_were_asked_for_must_come() -> None:
     check = FrameCheck(replace(EXPECTED, wants_logprobs=True))
     assert check.check(FIRST) is None
     fault = check.check(LAST)
+    assert fault is not None
+    assert fault.outcome is Outcome.BROKEN
+
+
+def test_alternatives_must_have_a_logprob_each() -> None:
+    check = FrameCheck(replace(EXPECTED, wants_logprobs=True))
+    assert check.check(FIRST) is None
+    uneven = engine_pb2.TokenLogprobs(top_ids=[1, 2], top_logprobs=[-1])
+    fault = check.check(replace(LAST, result=kv_transfer_pb2.PrefillResult(logprobs=uneven)))
     assert fault is not None
     assert fault.outcome is Outcome.BROKEN
 

@@ -10,7 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from helpers.models import TINY, TINY_VOCAB, load, reference_greedy, save_tiny
 from helpers.tiny_scheduler import TinyScheduler
-from kvasir.worker.contracts import Chunk, SampleSpec, SamplingParams, StepPlan
+from kvasir.proto.sampling import SamplingParams
+from kvasir.worker.contracts import Chunk, SampleSpec, StepPlan
 from kvasir.worker.loader import LoadedModel
 from kvasir.worker.model.config import from_hf
 from kvasir.worker.model.rope import frequencies

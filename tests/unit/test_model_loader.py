@@ -109,6 +109,8 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
         ({"model_type": "gpt_bigcode"}, "model_type 'gpt_bigcode' is not supported; use one of"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"vocab_size": None}, "vocab_size is missing"),
+        ({"eos_token_id": [2, 160]}, "end token 160 is not among its 160 tokens"),
+        ({"eos_token_id": -1}, "end token -1 is not among its 160 tokens"),
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4 KV heads"),
         ({"num_hidden_layers": 4}, "tensors are missing, first model.layers.3.input_layernorm"),
         ({"intermediate_size": 81}, "gate_proj.weight has shape [80, 48], its config means [81"),

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvasir.proto.blocks import block_hashes
 from kvasir.worker.block_pool import BlockPool, InvariantError
-from kvasir.worker.contracts import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from kvasir.worker.contracts import BlocksRemoved, BlocksStored, KvEvent
 from kvasir.worker.prefix_cache import PrefixCache
 
 NUM_BLOCKS = 8
@@ -129,8 +129,6 @@ def follow(known: set[bytes], event: KvEvent) -> None:
         case BlocksRemoved(hashes):
             assert known.issuperset(hashes)
             known.difference_update(hashes)
-        case CacheCleared():
-            known.clear()
 
 
 TestPrefixCache = PrefixCacheMachine.TestCase
@@ -188,25 +186,6 @@ def test_disabled_stores_nothing() -> None:
     blocks = stored_chain(cache, [1, 2])
     cache.release(blocks)
     assert (cache.lookup(chain([1, 2])), cache.take_events(), pool.num_free) == ((), [], 2)
-
-
-def test_clear_forgets_all_and_old_holders_store_nothing_more() -> None:
-    pool = BlockPool(4)
-    cache = PrefixCache(pool)
-    old = stored_chain(cache, [1])
-    grown = cache.allocate(1)
-    assert grown is not None
-    cache.release(stored_chain(cache, [2]))
-    cache.take_events()
-    cache.clear()
-    assert (cache.hashes(), cache.take_events()) == ([], [CacheCleared()])
-    stored_chain(cache, [1])
-    # The parent's hash is stored again, but in a block that the old holder does not keep alive.
-    assert cache.store(chain([1, 2]), old + grown, 1) == old + grown
-    assert cache.hashes() == chain([1])
-    cache.release(old + grown)
-    cache.check()
-    assert pool.num_free == 3
 
 
 def test_check_finds_a_child_without_its_parent() -> None:

@@ -2,19 +2,20 @@
 
 import pytest
 
+from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
-from kvasir.router.contracts import Generation, Sampling
+from kvasir.router.contracts import Generation
 from kvasir.router.convert import cache_events, first_event, group_of, role_of, submit_to_proto
 from kvasir.router.cost import Role
 from kvasir.router.prefix_index import Cleared, Removed, Stored
 
 
 def test_a_new_request_and_its_replay() -> None:
-    sampling = Sampling(seed=2**63, max_tokens=9, prompt_logprobs=2)
-    generation = Generation("r", (1, 2), sampling, b"salt", priority=-3, deadline=12.5)
+    sampling = SamplingParams(seed=2**63, max_tokens=9, prompt_logprobs=2)
+    generation = Generation("r", (1, 2), sampling, b"salt", priority=-3)
     new = submit_to_proto(generation, "r", [], None)
     assert (new.request_id, list(new.prompt_token_ids)) == ("r", [1, 2])
-    assert (new.cache_salt, new.priority, new.deadline) == (b"salt", -3, 12.5)
+    assert (new.cache_salt, new.priority, new.deadline) == (b"salt", -3, 0)
     assert (new.sampling.seed, new.sampling.logprobs) == (2**63, -1)
     assert new.sampling.prompt_logprobs == 2
     assert not new.HasField("prefill")

@@ -10,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.plain_sampler import adjusted_row, allowed_tokens, distribution, draw
-from kvasir.worker.contracts import SampleSpec, SamplingParams
+from kvasir.proto.errors import Refusal
+from kvasir.proto.sampling import SamplingParams
+from kvasir.proto.v1 import engine_pb2 as pb
+from kvasir.worker.contracts import SampleSpec
 from kvasir.worker.sampling import sampler
 from kvasir.worker.sampling.adjust import adjust
 from kvasir.worker.sampling.sampler import sample
 from kvasir.worker.sampling.truncate import truncate
+from kvasir.worker.service.requests import Limits, read_submit
 
 VOCAB = 40
 EOS = frozenset({3})
@@ -203,3 +207,90 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
     logits[1, 5] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
         sample(logits, [spec(temperature=0.0), spec(temperature=0.0)], EOS)
+
+
+def test_infinite_logits_are_an_error_although_a_request_bans_them() -> None:
+    logits = make_logits(1, seed=0)
+    logits[0, 3] = float("-inf")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        sample(logits, [replace(spec(), forbid_stop=True)], EOS)
+
+
+def extreme(low: float, high: float) -> st.SearchStrategy[float]:
+    """Single precision, as on the wire, with the bounds and the tiniest steps from them."""
+    bounds = [np.float32(low), np.float32(high)]
+    near = [np.nextafter(bounds[0], bounds[1]), np.nextafter(bounds[1], bounds[0])]
+    within = st.floats(float(bounds[0]), float(bounds[1]), width=32)
+    return st.sampled_from([float(value) for value in (*bounds, *near)]) | within
+
+
+LARGEST = float(np.finfo(np.float32).max)
+LIMITS = Limits(vocab_size=VOCAB, max_model_len=10_000, block_size=16, eos_token_ids=EOS)
+
+
+@st.composite
+def messages(draw_: st.DrawFn) -> pb.Submit:
+    """Of all that the wire can carry, what may well be accepted."""
+    return pb.Submit(
+        request_id="r",
+        prompt_token_ids=draw_(st.lists(TOKENS, min_size=1, max_size=6)),
+        output_token_ids=draw_(st.lists(TOKENS, max_size=60)),
+        sampling=pb.SamplingParams(
+            temperature=draw_(extreme(0, LARGEST)),
+            top_p=draw_(extreme(0, 1)),
+            top_k=draw_(st.sampled_from([0, 1, 2, VOCAB - 1, VOCAB, 2**32 - 1])),
+            min_p=draw_(extreme(0, 1)),
+            presence_penalty=draw_(extreme(-2, 2)),
+            frequency_penalty=draw_(extreme(-2, 2)),
+            repetition_penalty=draw_(extreme(0, LARGEST) | extreme(0.01, 10)),
+            logit_bias=draw_(st.dictionaries(TOKENS, extreme(-100, 100), max_size=VOCAB)),
+            seed=draw_(st.sampled_from([0, 1, 2**63, 2**64 - 1])),
+            max_tokens=9000,
+            min_tokens=draw_(st.sampled_from([0, 9000])),
+            stop_token_ids=draw_(st.frozensets(TOKENS, max_size=3) | st.just(range(VOCAB))),
+            logprobs=draw_(st.sampled_from([-1, 0, 20])),
+            prompt_logprobs=-1,
+        ),
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(messages(), min_size=1, max_size=4),
+    st.sampled_from([1e-30, 1.0, 30.0, 1e30, LARGEST / 8]),
+    st.integers(0, 2**32),
+)
+def test_nothing_that_is_accepted_breaks_the_sampler(
+    batch: list[pb.Submit], scale: float, seed: int
+) -> None:
+    """Whatever a request asks, each row gets a token, and none that may not be drawn."""
+    specs = []
+    for message in batch:
+        request = read_submit(message, LIMITS)
+        if isinstance(request, Refusal):
+            continue
+        params, index = request.sampling, len(request.output_ids)
+        forbid = index < params.min_tokens
+        specs.append(SampleSpec(params, index, request.prompt_ids, request.output_ids, forbid))
+    if not specs:
+        return
+    logits = make_logits(len(specs), seed).clamp(-7, 7) * scale
+    logits[0, :5] = scale  # ties
+    for one, sampled in zip(specs, sample(logits, specs, EOS), strict=True):
+        assert sampled.token_id is not None
+        assert 0 <= sampled.token_id < VOCAB
+        if one.forbid_stop:
+            assert sampled.token_id not in EOS | one.params.stop_token_ids
+
+
+@pytest.mark.parametrize("penalty", [0.01, 10.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_a_logit_leaves_it_finite(
+    penalty: float, temperature: float
+) -> None:
+    logits = make_logits(1, seed=0)
+    logits[0, 4], logits[0, 6] = LARGEST, -LARGEST
+    params = SamplingParams(repetition_penalty=penalty, temperature=temperature)
+    one = SampleSpec(params, 0, (4, 6), ())
+    assert adjust(logits, [one], EOS).isfinite().all()
+    assert tokens(logits, [one]) == [4]

@@ -494,12 +494,14 @@ def test_a_failed_receive_keeps_contiguous_blocks(
     if claims_to_be_complete and not complete:
         bench.scheduler.finish_receive("r", sampled, 0)
     else:
-        bench.scheduler.fail_receive("r")
+        bench.scheduler.fail_receive("r", peer_fault=True)
     assert not bench.commit("r", 0, payload), "a late frame changes nothing"
     bench.scheduler.finish_receive("r", sampled, 0)
     assert steps(bench)[0] == {"r": computed}
     assert bench.tokens("r") == expected(request)
-    assert bench.outputs["r"][0].prefill == PrefillReport(0, PrefillOutcome.RECOMPUTED)
+    assert bench.outputs["r"][0].prefill == PrefillReport(
+        0, PrefillOutcome.RECOMPUTED, peer_fault=not (claims_to_be_complete and not complete)
+    )
 
 
 @pytest.mark.parametrize(
@@ -623,3 +625,17 @@ def test_load_counts_what_is_queued() -> None:
         kv_blocks_used=3,
         prefix_query_tokens=10,
     )
+
+
+@pytest.mark.parametrize("work", [Work.GENERATE, Work.RECEIVE])
+@pytest.mark.parametrize(("max_tokens", "replayed"), [(3, 3), (3, 7), (90, 4), (90, 30)])
+def test_a_replay_at_its_limit_ends_even_where_the_pool_has_no_room_to_spare(
+    work: Work, max_tokens: int, replayed: int
+) -> None:
+    """The pool holds exactly what a sequence of 16 tokens needs before its last one is drawn."""
+    bench = Bench(num_blocks=-(-15 // BLOCK_SIZE), max_model_len=16)
+    request = make_request("r", range(12), max_tokens, output_ids=tuple(range(replayed)), work=work)
+    assert bench.scheduler.config.refusal(request) is None
+    bench.scheduler.add(request)
+    assert bench.scheduler.take_outputs() == [Output("r", finish=Finish.LENGTH)]
+    assert bench.scheduler.request_ids() == []

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -9,33 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir.proto.errors import Reason, Refusal
+from kvasir.proto.sampling import SamplingParams, TokenLogprobs
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
 from kvasir.worker.contracts import (
     BlocksRemoved,
     BlocksStored,
-    CacheCleared,
     Finish,
     Load,
     Output,
     PrefillOutcome,
     PrefillReport,
-    SamplingParams,
-    TokenLogprobs,
     Work,
 )
 from kvasir.worker.service.convert import (
     events_proto,
     load_proto,
-    logprobs_proto,
     output_proto,
     refused_proto,
-    sampling_proto,
 )
 from kvasir.worker.service.requests import (
     Limits,
     Peer,
-    read_logprobs,
     read_peer,
     read_prefill,
     read_submit,
@@ -104,7 +100,6 @@ SPOILED: list[tuple[str, Spoil]] = [
     ("prompt", lambda m: m.prompt_token_ids.append(1000)),
     ("prompt", lambda m: m.prompt_token_ids.append(2**32 - 1)),
     ("prompt", lambda m: m.output_token_ids.append(1000)),
-    ("max_tokens", lambda m: m.output_token_ids.extend(range(10))),
     ("cache_salt", lambda m: setattr(m, "cache_salt", bytes(1025))),
     ("deadline", lambda m: setattr(m, "deadline", math.nan)),
     ("deadline", lambda m: setattr(m, "deadline", math.inf)),
@@ -119,6 +114,9 @@ SPOILED: list[tuple[str, Spoil]] = [
     ("presence_penalty", lambda m: setattr(m.sampling, "presence_penalty", 2.5)),
     ("frequency_penalty", lambda m: setattr(m.sampling, "frequency_penalty", -math.inf)),
     ("repetition_penalty", lambda m: setattr(m.sampling, "repetition_penalty", 0)),
+    ("repetition_penalty", lambda m: setattr(m.sampling, "repetition_penalty", 1e-38)),
+    ("repetition_penalty", lambda m: setattr(m.sampling, "repetition_penalty", 0.0099)),
+    ("repetition_penalty", lambda m: setattr(m.sampling, "repetition_penalty", 10.01)),
     ("repetition_penalty", lambda m: setattr(m.sampling, "repetition_penalty", math.nan)),
     ("max_tokens", lambda m: setattr(m.sampling, "max_tokens", 0)),
     ("min_tokens", lambda m: setattr(m.sampling, "min_tokens", 11)),
@@ -143,7 +141,7 @@ def test_a_bad_value_is_refused_by_name(param: str, spoil: Spoil) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "output", "fits"), [(99, 0, True), (100, 0, False), (95, 5, False)]
+    ("prompt", "output", "fits"), [(99, 0, True), (100, 0, False), (95, 5, True), (95, 9, True)]
 )
 def test_a_prompt_leaves_room_for_a_token(prompt: int, output: int, fits: bool) -> None:
     message = submit()
@@ -156,6 +154,36 @@ def test_a_prompt_leaves_room_for_a_token(prompt: int, output: int, fits: bool) 
     else:
         assert isinstance(answer, Refusal)
         assert answer.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_a_replay_at_max_tokens_is_no_error() -> None:
+    message = submit()
+    message.output_token_ids.extend(range(10))
+    assert not isinstance(read_submit(message, LIMITS), Refusal)
+
+
+@pytest.mark.parametrize("penalty", [0.01, 10.0])
+def test_the_bounds_of_the_repetition_penalty_are_in(penalty: float) -> None:
+    message = submit()
+    message.sampling.repetition_penalty = penalty
+    assert not isinstance(read_submit(message, LIMITS), Refusal)
+
+
+@pytest.mark.parametrize(("min_tokens", "served"), [(0, True), (1, False)])
+def test_with_min_tokens_some_token_must_not_stop(min_tokens: int, served: bool) -> None:
+    limits = replace(LIMITS, vocab_size=10, eos_token_ids=frozenset({9}))
+    message = submit()
+    message.prompt_token_ids[:] = [1]
+    message.sampling.min_tokens = min_tokens
+    message.sampling.stop_token_ids.extend(range(8))
+    assert not isinstance(read_submit(message, limits), Refusal)
+    message.sampling.stop_token_ids.append(8)
+    answer = read_submit(message, limits)
+    if served:
+        assert not isinstance(answer, Refusal)
+    else:
+        assert isinstance(answer, Refusal)
+        assert answer.param == "stop_token_ids"
 
 
 def test_all_of_the_vocabulary_is_no_top_k() -> None:
@@ -268,7 +296,7 @@ def test_sampling_survives_the_way_to_the_holder() -> None:
         prompt_logprobs=2,
     )
     message = prefill()
-    message.sampling.CopyFrom(sampling_proto(params))
+    message.sampling.CopyFrom(params.to_proto())
     request = read_prefill(message, LIMITS, deadline=None)
     assert not isinstance(request, Refusal)
     assert request.sampling == params
@@ -284,18 +312,20 @@ def test_an_output_becomes_a_message() -> None:
         token_ids=(4,),
         logprobs=(logprobs,),
         finish=Finish.STOP,
-        prefill=PrefillReport(32, PrefillOutcome.REMOTE),
+        prefill=PrefillReport(32, PrefillOutcome.RECOMPUTED, peer_fault=True),
         prompt_logprobs=(None, logprobs),
     )
     message = output_proto(output, "p-0")
     assert list(message.token_ids) == [4]
     assert message.finish_reason == pb.FINISH_REASON_STOP
     assert message.prefill == pb.PrefillReport(
-        cached_tokens=32, outcome=pb.PREFILL_OUTCOME_REMOTE, prefill_worker_id="p-0"
+        cached_tokens=32,
+        outcome=pb.PREFILL_OUTCOME_RECOMPUTED,
+        prefill_worker_id="p-0",
+        peer_fault=True,
     )
     assert [m.rank for m in message.prompt_logprobs] == [0, 1]
-    assert read_logprobs(message.logprobs[0]) == logprobs
-    assert read_logprobs(logprobs_proto(logprobs)) == logprobs
+    assert TokenLogprobs.from_proto(message.logprobs[0]) == logprobs
 
 
 def test_an_output_without_news_has_no_finish() -> None:
@@ -313,11 +343,9 @@ def test_a_refusal_becomes_a_last_output() -> None:
 
 
 def test_events_keep_their_order_and_kind() -> None:
-    batch = events_proto(
-        7, [BlocksStored(b"p", (b"a", b"b")), BlocksRemoved((b"a",)), CacheCleared()]
-    )
+    batch = events_proto(7, [BlocksStored(b"p", (b"a", b"b")), BlocksRemoved((b"a",))])
     assert batch.first_sequence == 7
-    assert [event.WhichOneof("kind") for event in batch.events] == ["stored", "removed", "cleared"]
+    assert [event.WhichOneof("kind") for event in batch.events] == ["stored", "removed"]
     assert batch.events[0].stored == pb.BlocksStored(parent_hash=b"p", block_hashes=[b"a", b"b"])
 
 

@@ -3,19 +3,19 @@
 import asyncio
 import json
 import logging
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvasir.proto.process import LineFormatter, StateFile, join_host_port
 from kvasir.proto.v1 import engine_pb2 as pb
-from kvasir.worker.logs import LineFormatter
 from kvasir.worker.main import StartError, read_config
 from kvasir.worker.service.bridge import LoopBridge
 from kvasir.worker.service.identity import WorkerIdentity, tokenizer_hash
 from kvasir.worker.service.outbound import Outbound
-from kvasir.worker.service.server import join_host_port
-from kvasir.worker.state_file import StateFile
 from kvasir.worker.transfer.receiver import worth_pulling
 
 
@@ -65,6 +65,27 @@ async def test_outbound_overflows_and_takes_nothing_more() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await outbound.take()
+
+
+async def test_parts_are_made_as_they_are_taken() -> None:
+    made: list[str] = []
+
+    def parts() -> Iterator[pb.WorkerMessage]:
+        for name in ("b", "c", "d"):
+            made.append(name)
+            yield step(name)
+
+    outbound = Outbound(step("a").ByteSize() * 2)
+    outbound.put(step("a"))
+    outbound.put_parts(parts())
+    outbound.put(step("e"))
+    assert not outbound.overflowed.is_set()
+    taken = []
+    for due in (0, 1, 2, 3, 3):
+        taken.append(await outbound.take())
+        assert len(made) == due
+        assert not outbound.idle
+    assert taken == [step(name) for name in "abcde"]
 
 
 async def test_the_bridge_keeps_the_order_of_posting() -> None:
@@ -120,6 +141,17 @@ def test_the_state_file_is_replaced_whole(tmp_path: Path) -> None:
     )
     assert written["epoch"] == "epoch-1"
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_state_file_without_an_epoch_names_none(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    StateFile(path).update("ready", address="h:1")
+    assert json.loads(path.read_text()) == {
+        "phase": "ready",
+        "pid": os.getpid(),
+        "detail": "",
+        "address": "h:1",
+    }
 
 
 def test_log_lines_are_single_and_in_utc() -> None:

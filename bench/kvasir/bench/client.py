@@ -6,6 +6,7 @@ A request is complete only if its status is 200, it streamed a finish reason and
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -125,7 +126,7 @@ async def send(
     except TimeoutError:
         failure, message = "timeout", f"not complete after {target.timeout_s:g} s"
     except aiohttp.ClientConnectorError as error:
-        failure, message = "connect", str(error)
+        failure, message = "connect", why_unreachable(error)
     except aiohttp.ClientError as error:
         failure, message = "connection lost", f"{type(error).__name__}: {error}"
     except ValueError as error:
@@ -144,6 +145,15 @@ async def send(
         failure=failure,
         message=message[:_MESSAGE_CHARS],
     )
+
+
+def why_unreachable(error: aiohttp.ClientConnectorError) -> str:
+    """The system's own words, such as ``Connection refused``."""
+    cause = error.os_error
+    # Below 0 are errors of name resolution, which bring their text.
+    if cause.errno is not None and cause.errno > 0:
+        return os.strerror(cause.errno)
+    return cause.strerror or str(cause)
 
 
 def _verdict(stream: _Stream) -> tuple[str | None, str]:

@@ -16,8 +16,9 @@ from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Spread, spread
 from kvasir.bench.timeline import Timeline
 from kvasir.bench.workload import TokenSource
+from kvasir.proto.sampling import SamplingParams
 from kvasir.worker.config import WorkerConfig
-from kvasir.worker.contracts import KvEvent, Load, Output, Request, Runner, SamplingParams
+from kvasir.worker.contracts import KvEvent, Load, Output, Request, Runner
 from kvasir.worker.engine import Engine
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.loader import LoadedModel, load_model

@@ -3,16 +3,26 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import aiohttp
 
 from kvasir.bench.ask import Answer
 from kvasir.bench.judge import Verdict, Vocabulary, judge
 from kvasir.bench.reference import Reference
 from kvasir.bench.scenarios import Outcome, Scenario, Setup
+from kvasir.bench.stack import StackError
 from kvasir.bench.workload import Question, WorkloadError, few_shot
 from kvasir.router.text.tokenizer import ModelTokenizer
 
 SHORTEST, LONGEST = 32, 1200
 """Range over which prompt lengths are spread, in tokens."""
+
+
+class Encoder(Protocol):
+    """Text to token ids; a Reference is one."""
+
+    def encode(self, text: str) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +51,51 @@ class Result:
 
 
 def build_prompts(
-    questions: Sequence[Question], count: int, shots: int | None, seed: int, reference: Reference
+    questions: Sequence[Question], count: int, shots: int | None, seed: int, encoder: Encoder
 ) -> list[tuple[int, ...]]:
     """Token ids of ``count`` few-shot prompts on questions drawn by ``seed``.
 
     With ``shots`` None, prompt i gets as many worked examples as fit into a length that grows
-    evenly from SHORTEST to LONGEST tokens. The examples are the questions not drawn.
+    evenly from SHORTEST to LONGEST tokens. The examples are the questions not drawn, and there
+    are at least as many of them as prompts.
     """
-    if count > len(questions) // 2:
-        raise WorkloadError(f"{count} prompts need at least {2 * count} questions: lower --count")
+    _check_enough(len(questions), count, shots)
     shuffled = random.Random(seed).sample(questions, len(questions))
     asked = sorted(shuffled[:count], key=lambda q: len(q.question))
     examples = shuffled[count:]
     prompts = []
     for index, row in enumerate(asked):
         if shots is not None:
-            prompts.append(reference.encode(few_shot(examples[:shots], row.question)))
+            prompts.append(encoder.encode(few_shot(examples[:shots], row.question)))
             continue
         target = SHORTEST + (LONGEST - SHORTEST) * index // max(count - 1, 1)
-        prompts.append(_longest_within(target, examples, row.question, reference))
+        prompts.append(_longest_within(target, examples, row.question, encoder))
     return prompts
 
 
+def _check_enough(questions: int, count: int, shots: int | None) -> None:
+    """No question may be asked and be a worked example as well."""
+    examples = count if shots is None else shots
+    if count + examples <= questions:
+        return
+    most = questions // 2 if shots is None else questions - shots
+    if most > 0:
+        fix = f"lower --count to {most}, or add questions"
+    else:
+        fix = "add questions, or ask without examples (--shots 0)"
+    raise WorkloadError(
+        f"{count} prompts and {examples} worked examples need {count + examples} questions, "
+        f"there are {questions}: {fix}"
+    )
+
+
 def _longest_within(
-    target: int, examples: Sequence[Question], question: str, reference: Reference
+    target: int, examples: Sequence[Question], question: str, encoder: Encoder
 ) -> tuple[int, ...]:
     """The prompt with the most examples that is at most ``target`` tokens; else with none."""
-    best = reference.encode(few_shot((), question))
+    best = encoder.encode(few_shot((), question))
     for shots in range(1, len(examples) + 1):
-        longer = reference.encode(few_shot(examples[:shots], question))
+        longer = encoder.encode(few_shot(examples[:shots], question))
         if len(longer) > target:
             break
         best = longer
@@ -88,6 +114,12 @@ def build_cases(
         progress(f"reference {number} of {len(prompts)} ({len(prompt)} tokens)")
         cases.append(Case(prompt, tuple(reference.greedy(prompt, max_tokens))))
     return cases
+
+
+class Judge(Protocol):
+    """Says whether an answer is right."""
+
+    def verdict(self, answer: Answer, case: Case) -> Verdict: ...
 
 
 class Oracle:
@@ -123,10 +155,17 @@ async def run_scenario(
     scenario: Scenario,
     setup: Setup,
     cases: Sequence[Case],
-    oracle: Oracle,
+    oracle: Judge,
 ) -> Result:
-    """Serve every case in this way and compare every token."""
-    outcome = await scenario(setup, [case.prompt_ids for case in cases])
+    """Serve every case in this way and compare every token.
+
+    A stack that breaks down, or leaks, fails this scenario and leaves the others their results.
+    """
+    try:
+        outcome = await scenario(setup, [case.prompt_ids for case in cases])
+    except (StackError, aiohttp.ClientError, ExceptionGroup) as error:
+        mistake = f"{type(error).__name__}: {error}"
+        return Result(name, len(cases), 0, 0, len(cases), 0, {}, 0.0, [mistake])
     verdicts = [
         oracle.verdict(answer, case) for answer, case in zip(outcome.answers, cases, strict=True)
     ]

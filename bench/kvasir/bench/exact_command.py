@@ -12,7 +12,6 @@ from kvasir.bench.machine import describe_machine, memory_bandwidth
 from kvasir.bench.options import COUNT, FILE, common_options
 from kvasir.bench.report import number, output, print_header, progress, table, write_json
 from kvasir.bench.scenarios import SCENARIOS, Setup
-from kvasir.bench.stack import StackError
 from kvasir.bench.workload import WorkloadError, read_questions
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def exact(ctx: click.Context, /, **given: Any) -> None:
     try:
         with progress() as say:
             results, bandwidth = _measure(given, say)
-    except (WorkloadError, ModelError, MissingReferenceError, StackError) as error:
+    except (WorkloadError, ModelError, MissingReferenceError) as error:
         raise click.ClickException(str(error)) from None
     _print(console, results, bandwidth)
     if given["json_file"] is not None:

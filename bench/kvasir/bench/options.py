@@ -1,5 +1,6 @@
 """Option types and decorators that the bench commands share."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,13 @@ COUNT = click.IntRange(min=1)
 POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
+def _check_folder(_ctx: click.Context, _param: click.Parameter, value: Path | None) -> Path | None:
+    """Said before the measurement, which the file would come too late to report."""
+    if value is not None and not os.access(value.absolute().parent, os.W_OK | os.X_OK):
+        raise click.BadParameter(f"no file can be written in {value.absolute().parent}")
+    return value
+
+
 def common_options(function: Callable[P, R]) -> Callable[P, R]:
     """--json, --seed and --runs, which every bench command has."""
     for option in (
@@ -50,12 +58,13 @@ def common_options(function: Callable[P, R]) -> Callable[P, R]:
             type=int,
             default=0,
             show_default=True,
-            help="Fixes lengths, contents and arrivals.",
+            help="Fixes what is drawn at random.",
         ),
         click.option(
             "--json",
             "json_file",
             type=click.Path(dir_okay=False, writable=True, path_type=Path),
+            callback=_check_folder,
             help="Also write everything to this file.",
         ),
     ):

@@ -95,7 +95,8 @@ def huggingface_folder(url: str, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{path.stem}-", dir=cache))
     try:
-        model.save_pretrained(partial)
+        with redirect_stderr(StringIO()):  # its progress bar
+            model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         partial.rename(folder)
     except BaseException:

@@ -18,7 +18,6 @@ from kvasir.bench.stack import Stack
 from kvasir.worker.config import WorkerConfig
 
 _POLL_S = 0.01
-_FAULT_WINDOW_S = 120.0
 _WAVE = 5
 """Requests in flight around one fault."""
 _TOKENS_BEFORE_KILL = 2
@@ -44,18 +43,22 @@ class Setup:
             "dtype": "float32",
             "threads": 1,
             "block_size": _BLOCK,
-            "max_model_len": self.longest_prompt + self.max_tokens,
-            "kv_cache_memory": self.kv_memory(8),
+            "max_model_len": self.longest,
+            "kv_cache_memory": self.kv_memory(*[self.longest] * 8),
             "max_batched_tokens": 256,
             "drain_deadline": 20.0,
             **fields,
         }
         return WorkerConfig.model_validate({"worker_id": worker_id, **settings})
 
-    def kv_memory(self, longest: float) -> int:
-        """Bytes of KV cache for that many sequences of the longest length."""
-        blocks = -(-(self.longest_prompt + self.max_tokens) // _BLOCK)
-        return int(blocks * longest) * _BLOCK * self.kv_bytes_per_token
+    @property
+    def longest(self) -> int:
+        return self.longest_prompt + self.max_tokens
+
+    def kv_memory(self, *lengths: int) -> int:
+        """Bytes of KV cache for sequences of these lengths at once."""
+        blocks = sum(-(-length // _BLOCK) for length in lengths)
+        return blocks * _BLOCK * self.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ async def disaggregated(setup: Setup, prompts: Prompts) -> Outcome:
 
 async def warm_prefix(setup: Setup, prompts: Prompts) -> Outcome:
     """Every prompt is asked twice; the second answers, from the cache, are the ones judged."""
-    memory = sum(map(len, prompts)) * setup.kv_bytes_per_token + setup.kv_memory(4)
+    memory = setup.kv_memory(*(len(prompt) + setup.max_tokens for prompt in prompts))
     async with _session() as http, Stack([setup.worker("both-0", kv_cache_memory=memory)]) as stack:
         asker = _asker(setup, http, stack)
         await _ask_all(asker, prompts, concurrency=4)
@@ -104,10 +107,22 @@ async def warm_prefix(setup: Setup, prompts: Prompts) -> Outcome:
 
 
 async def preempted(setup: Setup, prompts: Prompts) -> Outcome:
-    """All prompts at once, on a KV cache that holds the longest one and little more."""
-    worker = setup.worker("both-0", kv_cache_memory=setup.kv_memory(1.3))
+    """A KV cache that holds the two longest prompts, which come first, and one block more (without
+    it the second is not admitted): when both have grown, one has to go. The rest then competes."""
+    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    first, rest = by_length[:2], by_length[2:]
+    memory = setup.kv_memory(*(len(prompts[i]) for i in first), 1)
+    # Without prefix cache: shared blocks would leave room.
+    worker = setup.worker("both-0", kv_cache_memory=memory, prefix_caching=False)
+    answers = [Answer() for _ in prompts]
     async with _session() as http, Stack([worker]) as stack:
-        answers = await _ask_all(_asker(setup, http, stack), prompts, concurrency=len(prompts))
+        asker = _asker(setup, http, stack)
+        async with asyncio.TaskGroup() as group:
+            for i in first:
+                group.create_task(asker.ask(prompts[i], answers[i]))
+            await _until_first_token([answers[i] for i in first])
+            for i in rest:
+                group.create_task(asker.ask(prompts[i], answers[i]))
         metrics = await stack.worker_metrics("both-0")
         return Outcome(answers, {"preemptions": int(metrics.total("vllm:num_preemptions_total"))})
 
@@ -202,6 +217,13 @@ async def _ask_all(asker: Asker, prompts: Prompts, concurrency: int) -> list[Ans
     return answers
 
 
+async def _until_first_token(answers: Sequence[Answer]) -> None:
+    while True:
+        if any(answer.tokens or answer.error for answer in answers):
+            return
+        await asyncio.sleep(_POLL_S)
+
+
 async def _waves(
     asker: Asker, stack: Stack, prompts: Prompts, arm: Arm
 ) -> tuple[list[Answer], int]:
@@ -225,9 +247,8 @@ async def _waves(
 
 async def _fault(answers: Sequence[Answer], kill: Kill) -> str | None:
     """Try until the fault is done, or the wave is over before its moment came."""
-    async with asyncio.timeout(_FAULT_WINDOW_S):
-        while not all(answer.finished or answer.error for answer in answers):
-            if (victim := await kill(answers)) is not None:
-                return victim
-            await asyncio.sleep(_POLL_S)
+    while not all(answer.finished or answer.error for answer in answers):
+        if (victim := await kill(answers)) is not None:
+            return victim
+        await asyncio.sleep(_POLL_S)
     return None

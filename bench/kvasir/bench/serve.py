@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from kvasir.bench.arrivals import Process, arrival_times
-from kvasir.bench.client import Target, send
+from kvasir.bench.client import Target, send, why_unreachable
 from kvasir.bench.load import closed_loop, open_loop
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Objectives, Record, RunSummary, summarize
@@ -27,9 +29,13 @@ from kvasir.bench.workload import (
     random_requests,
     read_questions,
 )
+from kvasir.operator.local.address import why_silent
 
 REFUSALS = ("http 429", "http 503")
 """Failures by which an overloaded server protects itself."""
+
+_SUSPICIOUS_SHARE = 0.5
+"""Of input tokens. Short questions share a chat template, which is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """``seed`` fixes lengths and arrivals, ``content_seed`` the random tokens."""
+
     target: Target
     content: Content
+    content_seed: int
     load: Load = Load()
     objectives: Objectives | None = None
     runs: int = 1
@@ -81,10 +90,11 @@ class Run:
 def build_requests(options: Options, run: int) -> tuple[list[RequestSpec], int]:
     """The requests of one run, and how many trace rows were left out as too long.
 
-    Lengths and arrivals are those of the seed; random contents differ from run to run.
+    Lengths and arrivals are those of the seed; random contents differ from run to run, and with
+    another content seed from all runs of an earlier command.
     """
     content, load = options.content, options.load
-    tokens = TokenSource(f"{options.seed}/{run}", content.vocab_size)
+    tokens = TokenSource(f"{options.content_seed}/{run}", content.vocab_size)
     if content.trace is not None:
         rows = read_trace(content.trace, content.limit)
         specs, left_out = trace_requests(rows, content.replay, tokens)
@@ -129,19 +139,46 @@ async def run_serve(
 
 async def find_model(url: str, api_key: str | None) -> str:
     """The id of the only model that the server has. Raises WorkloadError if it is not one."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    where = f"{url}/v1/models"
+    status, body = await _get(where, url, api_key)
+    if status != 200:
+        raise WorkloadError(f"{where} answers with HTTP {status}: check --url and --api-key")
     try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
-            http.get(f"{url}/v1/models", headers=headers) as response,
-        ):
-            response.raise_for_status()
-            names = [str(model["id"]) for model in (await response.json())["data"]]
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise WorkloadError(f"{url}/v1/models does not answer: {error}") from None
+        names = [str(model["id"]) for model in json.loads(body)["data"]]
+    except (ValueError, KeyError, TypeError):
+        raise WorkloadError(f"{where} lists no models as OpenAI's API does: check --url") from None
     if len(names) != 1:
         raise WorkloadError(f"{url} serves {names or 'no model'}: name one with --model")
     return names[0]
+
+
+async def _get(where: str, url: str, api_key: str | None) -> tuple[int, bytes]:
+    """Status and body. Raises WorkloadError if there are none."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=30)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as http,
+            http.get(where) as response,
+        ):
+            return response.status, await response.read()
+    except aiohttp.ClientConnectorError as error:
+        if isinstance(error.os_error, ConnectionRefusedError):
+            raise WorkloadError(why_silent(url, os.environ)) from None
+        raise WorkloadError(f"{url}: {why_unreachable(error)}: check --url") from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        problem = str(error) or type(error).__name__
+        raise WorkloadError(f"{where} gives no answer ({problem}): check --url") from None
+
+
+def share_cached_unasked(options: Options, runs: list[Run]) -> float | None:
+    """The largest share of input that the server had cached, if it is high although the
+    workload shares no prefix by design: then the runs have measured a warm cache."""
+    content = options.content
+    if content.trace is not None or content.shots:
+        return None
+    share = max(run.summary.cached_ratio for run in runs)
+    return share if share >= _SUSPICIOUS_SHARE else None
 
 
 def unexpected_failures(runs: list[Run], *, allow_refusals: bool) -> int:

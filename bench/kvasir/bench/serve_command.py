@@ -1,6 +1,8 @@
 """Options of `kvasir bench serve`."""
 
 import asyncio
+import os
+import secrets
 import time
 from typing import Any
 
@@ -17,6 +19,7 @@ from kvasir.bench.serve import (
     Run,
     find_model,
     run_serve,
+    share_cached_unasked,
     summaries_as_json,
     unexpected_failures,
 )
@@ -24,14 +27,13 @@ from kvasir.bench.serve_report import print_runs
 from kvasir.bench.stats import Objectives
 from kvasir.bench.traces import Replay
 from kvasir.bench.workload import Lengths, Shape, WorkloadError
+from kvasir.operator.local.address import NoRouterError, router_root, running_router
 
 _SHAPE = click.Choice(["fixed", "uniform", "lognormal"])
 
 
 @click.command()
-@click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, help="Server root, without /v1."
-)
+@click.option("--url", help="Server, as http://HOST:PORT. Default: the Kvasir running here.")
 @click.option("--model", help="Served model; may be left out if there is only one.")
 @click.option(
     "--api",
@@ -133,6 +135,11 @@ _SHAPE = click.Choice(["fixed", "uniform", "lognormal"])
 @click.option(
     "--allow-refusals", is_flag=True, help="Exit 0 although requests were refused with 429 or 503."
 )
+@click.option(
+    "--content-seed",
+    type=int,
+    help="Fixes the random contents. Default: new ones, so that no cache knows them.",
+)
 @common_options
 @click.pass_context
 def serve(ctx: click.Context, /, **given: Any) -> None:
@@ -151,6 +158,8 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     except WorkloadError as error:
         raise click.ClickException(str(error)) from None
     print_runs(console, runs)
+    if share := share_cached_unasked(options, runs):
+        console.print(_warm_cache(share, given), soft_wrap=True)
     if given["json_file"] is not None:
         report = {
             "command": "kvasir bench serve",
@@ -162,6 +171,18 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     _exit(ctx, runs, allow_refusals=given["allow_refusals"])
 
 
+def _warm_cache(share: float, given: dict[str, Any]) -> str:
+    fix = ""
+    if given["prompts"]:
+        fix = "; ask other questions, or start the server again"
+    elif given["content_seed"] is not None:
+        fix = "; leave out --content-seed, or start the server again"
+    return (
+        f"[yellow]warning:[/yellow] {100 * share:.0f} % of the input was in the server's prefix "
+        f"cache, though no shared prefix was asked for: these are times of a warm cache{fix}"
+    )
+
+
 def _exit(ctx: click.Context, runs: list[Run], *, allow_refusals: bool) -> None:
     if failed := unexpected_failures(runs, allow_refusals=allow_refusals):
         click.echo(f"kvasir bench: {failed} requests failed", err=True)
@@ -171,7 +192,7 @@ def _exit(ctx: click.Context, runs: list[Run], *, allow_refusals: bool) -> None:
 def _options(given: dict[str, Any]) -> Options:
     """Settings from the command line; refuses combinations that contradict each other."""
     _check(given)
-    url = given["url"].rstrip("/").removesuffix("/v1")
+    url = _server(given["url"])
     model = given["model"] or asyncio.run(find_model(url, given["api_key"]))
     objectives = None
     if given["slo_ttft"] is not None or given["slo_itl"] is not None:
@@ -204,11 +225,25 @@ def _options(given: dict[str, Any]) -> Options:
             arrivals=given["arrivals"],
             burst_size=given["burst_size"],
         ),
+        content_seed=_content_seed(given["content_seed"]),
         objectives=objectives,
         runs=given["runs"],
         warmup=given["warmup"],
         seed=given["seed"],
     )
+
+
+def _server(url: str | None) -> str:
+    try:
+        return running_router(os.environ) if url is None else router_root(url)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--url") from None
+    except NoRouterError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _content_seed(given: int | None) -> int:
+    return secrets.randbits(32) if given is None else given
 
 
 def _check(given: dict[str, Any]) -> None:
@@ -251,6 +286,7 @@ def _settings(options: Options) -> dict[str, Any]:
         "timeout s": target.timeout_s,
         "objectives": options.objectives or "none",
         "seed": options.seed,
+        "content seed": options.content_seed,
         "runs": options.runs,
         "warmup": options.warmup,
     }

@@ -167,28 +167,6 @@ class Stack:
         await self._register(worker_id)
         await self.wait_routable(worker_id)
 
-    async def add_worker(self, config: WorkerConfig) -> None:
-        """Start one more worker and wait until it is routable."""
-        if config.worker_id in self._workers:
-            raise ValueError(f"there is already a worker {config.worker_id}")
-        self._configs[config.worker_id] = config
-        self._workers[config.worker_id] = self._new_worker(config)
-        await self._workers[config.worker_id].start()
-        await self._register(config.worker_id)
-        await self.wait_routable(config.worker_id)
-
-    async def remove_worker(self, worker_id: str) -> int:
-        """Take a worker out of discovery, then drain it with SIGTERM; its exit code."""
-        self._states.pop(worker_id, None)
-        self._write_workers_file()
-        process = self._workers.pop(worker_id)
-        del self._configs[worker_id]
-        try:
-            process.signal(signal.SIGTERM)
-            return await process.exited(self._stop_timeout_s)
-        finally:
-            await process.destroy()
-
     # --- what can be seen ------------------------------------------------------------------
 
     async def worker_rows(self) -> list[dict[str, Any]]:

@@ -15,9 +15,7 @@ from urllib.parse import urlsplit
 import click
 
 from kvasir.cli.errors import InvalidInput
-from kvasir.operator.local.state import running_instances, state_root
-
-_START = "start one with `kvasir up -f deploy/samples/01-minimal.yaml`, or give --url"
+from kvasir.operator.local.address import NoRouterError, router_root, running_router, why_silent
 
 url_option = click.option(
     "--url", metavar="URL", help="Router, as http://HOST:PORT. Default: the one running here."
@@ -28,13 +26,18 @@ def find_url(url: str | None) -> str:
     """The router to talk to: ``url`` if given, else that of the only running instance."""
     if url is not None:
         return url
-    instances = running_instances(state_root(os.environ))
-    if not instances:
-        raise click.ClickException(f"nothing is running; {_START}")
-    if len(instances) > 1:
-        running = ", ".join(f"{instance.name} on {instance.url}" for instance in instances)
-        raise click.ClickException(f"several are running: {running}; choose one with --url")
-    return instances[0].url
+    try:
+        return running_router(os.environ)
+    except NoRouterError as error:
+        raise click.ClickException(str(error)) from None
+
+
+class RefusedError(click.ClickException):
+    """The router refused the request. ``code``: that of the OpenAI error object, if any."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class RouterClient:
@@ -42,17 +45,12 @@ class RouterClient:
 
     def __init__(self, url: str, *, timeout: float = 10.0) -> None:
         """``timeout``: longest silence, in seconds."""
-        parts = urlsplit(url)
         try:
-            self._port = parts.port
-        except ValueError:
-            self._port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or self._port == -1:
-            raise InvalidInput(
-                f"--url {url!r} is no address; write for example http://127.0.0.1:8000"
-            )
-        self.url = url.rstrip("/")
-        self._host, self._prefix = parts.hostname, parts.path.rstrip("/")
+            self.url = router_root(url)
+        except ValueError as error:
+            raise InvalidInput(f"--url {error}") from None
+        parts = urlsplit(self.url)
+        self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path
         self._secure = parts.scheme == "https"
         self._timeout = timeout
 
@@ -84,7 +82,8 @@ class RouterClient:
                     return
                 event = json.loads(data)
                 if "error" in event:
-                    raise click.ClickException(f"{self.url}: {_message(event)}")
+                    message, code = _error(event)
+                    raise RefusedError(f"{self.url}: {message}", code)
                 yield event
         raise click.ClickException(f"{self.url} ended the answer before it was complete; try again")
 
@@ -103,10 +102,10 @@ class RouterClient:
             )
             with connection.getresponse() as response:
                 if response.status != http.HTTPStatus.OK:
-                    raise click.ClickException(self._refusal(response))
+                    raise self._refusal(response)
                 yield response
         except ConnectionRefusedError:
-            raise click.ClickException(f"nothing answers on {self.url}; {_START}") from None
+            raise click.ClickException(why_silent(self.url, os.environ)) from None
         except TimeoutError:
             raise click.ClickException(
                 f"{self.url} was silent for {self._timeout:g} s; see `kvasir status` and its logs"
@@ -123,17 +122,19 @@ class RouterClient:
         except ValueError:
             raise click.ClickException(f"{self.url} is no Kvasir router; check --url") from None
 
-    def _refusal(self, response: http.client.HTTPResponse) -> str:
+    def _refusal(self, response: http.client.HTTPResponse) -> RefusedError:
         try:
-            message = _message(json.loads(response.read()))
+            message, code = _error(json.loads(response.read()))
         except ValueError:
-            message = "no Kvasir router answers there; check --url"
-        return f"{self.url}: {message} (HTTP {response.status})"
+            message, code = "no Kvasir router answers there; check --url", None
+        return RefusedError(f"{self.url}: {message} (HTTP {response.status})", code)
 
 
-def _message(body: object) -> str:
-    """The message of an OpenAI error object. Raises ValueError if it is none."""
+def _error(body: object) -> tuple[str, str | None]:
+    """Message and code of an OpenAI error object. Raises ValueError if it is none."""
     match body:
+        case {"error": {"message": str(message), "code": str(code)}}:
+            return message, code
         case {"error": {"message": str(message)}}:
-            return message
+            return message, None
     raise ValueError("not an error object")

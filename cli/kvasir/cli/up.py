@@ -26,7 +26,9 @@ from kvasir.operator.local.ports import choose_port
 from kvasir.operator.local.runtime import Event, Exited, Failed, LocalRuntime, PhaseChanged
 from kvasir.operator.local.state import AlreadyRunningError, StateDirectory, state_root
 from kvasir.operator.manifest import ManifestError, load
-from kvasir.operator.plan import EXIT_CONFIGURATION, HOST, LocalPlan, Refused, plan_local
+from kvasir.operator.modelservice import ModelService
+from kvasir.operator.plan import HOST, LocalPlan, Refused, plan_local
+from kvasir.operator.supervision import EXIT_CONFIGURATION
 
 _ORDERLY = (0, EXIT_CONFIGURATION, -signal.SIGTERM)
 """Exit codes of processes that are not started again, about which nothing is to be said:
@@ -67,6 +69,8 @@ def up(manifest: Path, port: int) -> None:
     except ManifestError as error:
         raise InvalidInput(str(error)) from error
     directory = StateDirectory(state_root(os.environ), service.name)
+    # What is wrong with the file is said first, whatever else is in the way.
+    _plan(manifest, service, directory, port)
     with _owned(directory):
         for process_id in directory.stop_leftovers():
             click.echo(f"stopped {process_id}, left over by a `kvasir up` that was killed")
@@ -76,12 +80,17 @@ def up(manifest: Path, port: int) -> None:
                 f"port {port} on {HOST} is in use or not allowed; "
                 "stop what uses it, or choose another with --port (0 picks a free one)"
             )
-        plan = plan_local(service, this_machine(), port=chosen, workers_file=directory.workers_file)
-        if isinstance(plan, Refused):
-            raise InvalidInput("\n".join(f"{manifest}: {problem}" for problem in plan.problems))
+        plan = _plan(manifest, service, directory, chosen)
         url = f"http://{HOST}:{chosen}"
         serve(LocalRuntime(plan, directory, url=url), Reporter(plan, directory.path, url))
         directory.remove_instance()
+
+
+def _plan(manifest: Path, service: ModelService, directory: StateDirectory, port: int) -> LocalPlan:
+    plan = plan_local(service, this_machine(), port=port, workers_file=directory.workers_file)
+    if isinstance(plan, Refused):
+        raise InvalidInput("\n".join(f"{manifest}: {problem}" for problem in plan.problems))
+    return plan
 
 
 @contextmanager
@@ -113,7 +122,8 @@ class Reporter:
         self._url = url
         self._ready = False
         self._stopping = False
-        self.failures: list[str] = []
+        self.error: click.ClickException | None = None
+        """What the command ends with; None if nothing failed."""
         self._directory = directory
         self._console = output()
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -132,9 +142,8 @@ class Reporter:
                     self._say(f"{process_id}: {phase}{detail and ', '}{detail}")
             case Exited(id=process_id, restart_in=float(delay)):
                 self._say(f"{process_id} {_why(event)}; starting it again in {delay:g} s")
-            case Failed(id=process_id, message=message):
-                log = self._directory / f"{process_id}.log"
-                self.failures.append(f"{process_id}: {message} (log: {log})")
+            case Failed():
+                self._failed(event)
             case Exited(id=process_id, exit_code=code) if code not in _ORDERLY:
                 self._say(f"{process_id} {_why(event)}")
 
@@ -159,6 +168,11 @@ class Reporter:
     def end_live(self) -> None:
         if self._live.is_started:
             self._live.stop()
+
+    def _failed(self, event: Failed) -> None:
+        line = f"{event.id}: {event.message} (log: {self._directory / event.id}.log)"
+        kind = InvalidInput if event.invalid else click.ClickException
+        self.error = kind(f"{self.error.message}\n{line}" if self.error else line)
 
     def _say_ready(self) -> None:
         roles = Counter(process.role for process in self._plan.processes)
@@ -204,8 +218,8 @@ def serve(runtime: LocalRuntime, report: Reporter) -> None:
     finally:
         report.end_live()
         runtime.kill()
-    if report.failures:
-        raise click.ClickException("\n".join(report.failures))
+    if report.error is not None:
+        raise report.error
 
 
 @contextmanager

@@ -1,16 +1,15 @@
-"""What should run on one machine, and the next step towards it. Pure: no I/O, no clock.
+"""What should run on one machine. Pure: no I/O, no clock.
 
-    ModelService --plan_local--> LocalPlan --next_actions(plan, observed, now)--> actions
+    ModelService --plan_local--> LocalPlan --supervision.next_actions--> actions
 
-Both functions keep no state, so a step can be computed again at any point. Configs are
-plain data for the JSON files that processes start with; the operator imports neither the
-worker nor the router.
+Configs are plain data for the JSON files that processes start with; the operator imports
+neither the worker nor the router.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +19,6 @@ from kvasir.operator.quantity import format_bytes
 HOST = "127.0.0.1"
 _MOST_WORKERS = 32
 """A bound against typing errors: each worker is a process with its own copy of the model."""
-
-_BACKOFF_BASE = 0.5
-_BACKOFF_CAP = 30.0
-STABLE_AFTER = 60.0
-"""Seconds of running after which earlier crashes no longer count."""
-_KILL_GRACE = 5.0
-"""Seconds that a process has beyond its drain deadline to leave by itself."""
-
-EXIT_CONFIGURATION = 2
-"""Exit code by which a process says that starting it again is no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,109 +193,3 @@ def _notes(service: ModelService) -> Iterator[str]:
                 yield f"spec.{role}.{field} describes pods and has no effect on the local runtime"
     if spec.objectives.ttft_p95 is not None or spec.objectives.itl_p95 is not None:
         yield "spec.objectives steer autoscaling and have no effect on the local runtime"
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """One process that was started: what its supervisor knows. Times: seconds, one clock."""
-
-    id: str
-    is_router: bool
-    started_at: float
-    exited_at: float | None = None
-    exit_code: int | None = None
-    """As ``subprocess``: negative for a signal. None while it runs."""
-    crashes: int = 0
-    """Exits in a row without a stable minute between them."""
-    stop_requested_at: float | None = None
-
-    @property
-    def running(self) -> bool:
-        return self.exited_at is None
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Ask to drain and leave: SIGTERM."""
-
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """The drain deadline is over: SIGKILL."""
-
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The process refused its configuration, so nothing else is worth starting."""
-
-    id: str
-
-
-Action = Start | Stop | Kill | Fail
-
-
-def after_start(previous: Observed | None, process: Process, now: float) -> Observed:
-    """The record of a process that has just been started, perhaps again."""
-    crashes = previous.crashes if previous else 0
-    return Observed(process.id, process.role == "router", started_at=now, crashes=crashes)
-
-
-def after_exit(observed: Observed, exit_code: int, now: float) -> Observed:
-    """The record of a process that was just seen to have ended."""
-    stable = now - observed.started_at >= STABLE_AFTER
-    crashes = 1 if stable else observed.crashes + 1
-    return replace(observed, exited_at=now, exit_code=exit_code, crashes=crashes)
-
-
-def restart_delay(crashes: int) -> float:
-    """Seconds to wait after that many crashes in a row: doubling, bounded."""
-    # The exponent is bounded as well: 2.0 ** 1024 would overflow.
-    return min(_BACKOFF_CAP, _BACKOFF_BASE * 2.0 ** min(crashes - 1, 16))
-
-
-def next_actions(
-    desired: Sequence[Process],
-    observed: Mapping[str, Observed],
-    now: float,
-    *,
-    drain_deadline: float,
-) -> list[Action]:
-    """What to do now so that exactly ``desired`` runs. Empty ``desired`` is a shutdown.
-
-    A router that has to go goes first, and workers that have to go only when it has left:
-    its open requests still need them.
-    """
-    if failed := [process for process in desired if _refused(observed.get(process.id))]:
-        return [Fail(process.id) for process in failed]
-    actions: list[Action] = [
-        Start(process.id) for process in desired if _is_due(observed.get(process.id), now)
-    ]
-    wanted = {process.id for process in desired}
-    surplus = [record for record in observed.values() if record.running and record.id not in wanted]
-    routers_first = any(record.is_router for record in surplus)
-    for record in surplus:
-        if record.stop_requested_at is None:
-            if record.is_router or not routers_first:
-                actions.append(Stop(record.id))
-        elif now - record.stop_requested_at >= drain_deadline + _KILL_GRACE:
-            actions.append(Kill(record.id))
-    return actions
-
-
-def _refused(record: Observed | None) -> bool:
-    return record is not None and record.exit_code == EXIT_CONFIGURATION
-
-
-def _is_due(record: Observed | None, now: float) -> bool:
-    if record is None:
-        return True
-    return record.exited_at is not None and now >= record.exited_at + restart_delay(record.crashes)

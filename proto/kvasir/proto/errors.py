@@ -7,8 +7,6 @@ to the client. ``CODES`` maps each reason to what HTTP clients and gRPC peers se
 from dataclasses import dataclass
 from enum import IntEnum
 
-import grpc
-
 from kvasir.proto.v1 import engine_pb2 as pb
 
 
@@ -34,12 +32,13 @@ class Reason(IntEnum):
 class Codes:
     """What one reason looks like outside.
 
+    ``grpc`` is the name of a gRPC status code: only who calls gRPC needs to import it.
     ``type`` and ``code`` are the fields of an OpenAI error object. ``retry_elsewhere``
     says whether another worker may well serve the same request.
     """
 
     http: int
-    grpc: grpc.StatusCode
+    grpc: str
     type: str
     code: str
     retry_elsewhere: bool = False
@@ -49,33 +48,21 @@ _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
 CODES: dict[Reason, Codes] = {
-    Reason.INVALID_REQUEST: Codes(400, grpc.StatusCode.INVALID_ARGUMENT, _INVALID, "invalid_value"),
-    Reason.CONTEXT_LENGTH_EXCEEDED: Codes(
-        400, grpc.StatusCode.OUT_OF_RANGE, _INVALID, "context_length_exceeded"
-    ),
-    Reason.MODEL_NOT_FOUND: Codes(404, grpc.StatusCode.NOT_FOUND, _INVALID, "model_not_found"),
+    Reason.INVALID_REQUEST: Codes(400, "INVALID_ARGUMENT", _INVALID, "invalid_value"),
+    Reason.CONTEXT_LENGTH_EXCEEDED: Codes(400, "OUT_OF_RANGE", _INVALID, "context_length_exceeded"),
+    Reason.MODEL_NOT_FOUND: Codes(404, "NOT_FOUND", _INVALID, "model_not_found"),
     Reason.UNAUTHENTICATED: Codes(
-        401, grpc.StatusCode.UNAUTHENTICATED, "authentication_error", "invalid_api_key"
+        401, "UNAUTHENTICATED", "authentication_error", "invalid_api_key"
     ),
-    Reason.PAYLOAD_TOO_LARGE: Codes(
-        413, grpc.StatusCode.INVALID_ARGUMENT, _INVALID, "payload_too_large"
-    ),
-    Reason.QUEUE_FULL: Codes(
-        429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error", "queue_full", True
-    ),
-    Reason.NO_CAPACITY: Codes(503, grpc.StatusCode.UNAVAILABLE, _SERVER, "no_capacity", True),
-    Reason.DRAINING: Codes(503, grpc.StatusCode.UNAVAILABLE, _SERVER, "draining", True),
-    Reason.LAYOUT_MISMATCH: Codes(
-        503, grpc.StatusCode.FAILED_PRECONDITION, _SERVER, "layout_mismatch", True
-    ),
-    Reason.EPOCH_MISMATCH: Codes(
-        503, grpc.StatusCode.FAILED_PRECONDITION, _SERVER, "epoch_mismatch", True
-    ),
-    Reason.DEADLINE_EXCEEDED: Codes(
-        504, grpc.StatusCode.DEADLINE_EXCEEDED, _SERVER, "deadline_exceeded"
-    ),
-    Reason.CANCELLED: Codes(499, grpc.StatusCode.CANCELLED, _INVALID, "cancelled"),
-    Reason.INTERNAL: Codes(500, grpc.StatusCode.INTERNAL, _SERVER, "internal_error"),
+    Reason.PAYLOAD_TOO_LARGE: Codes(413, "INVALID_ARGUMENT", _INVALID, "payload_too_large"),
+    Reason.QUEUE_FULL: Codes(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "queue_full", True),
+    Reason.NO_CAPACITY: Codes(503, "UNAVAILABLE", _SERVER, "no_capacity", True),
+    Reason.DRAINING: Codes(503, "UNAVAILABLE", _SERVER, "draining", True),
+    Reason.LAYOUT_MISMATCH: Codes(503, "FAILED_PRECONDITION", _SERVER, "layout_mismatch", True),
+    Reason.EPOCH_MISMATCH: Codes(503, "FAILED_PRECONDITION", _SERVER, "epoch_mismatch", True),
+    Reason.DEADLINE_EXCEEDED: Codes(504, "DEADLINE_EXCEEDED", _SERVER, "deadline_exceeded"),
+    Reason.CANCELLED: Codes(499, "CANCELLED", _INVALID, "cancelled"),
+    Reason.INTERNAL: Codes(500, "INTERNAL", _SERVER, "internal_error"),
 }
 
 

@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+ApiKey = Annotated[str, Field(pattern=r"^\S+$")]
+"""Neither empty, which anyone could send, nor with white space, which no header would carry."""
+
 
 class Limits(BaseModel):
     """What one request may ask for. Beyond: 400, or 413 for the body."""
@@ -29,6 +32,11 @@ class Limits(BaseModel):
     max_messages: Annotated[int, Field(ge=1)] = 1024
     template_timeout: Annotated[float, Field(gt=0)] = 2.0
     """Rendering the chat template."""
+    body_timeout: Annotated[float, Field(gt=0)] = 30.0
+    """From a request's head to the end of its body; beyond: 408."""
+    write_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """How long a client may take nothing of what waits for it; beyond: the connection is
+    closed, and what is generated for it is aborted."""
 
 
 class Disaggregation(BaseModel):
@@ -63,5 +71,5 @@ class RouterConfig(BaseModel):
     """How long a new request waits for a worker to be ready; then 503."""
     replay_timeout: Annotated[float, Field(ge=0)] = 120.0
     """How long a request whose worker died waits for another; then an error event."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
     """If any, each request needs one as a bearer token."""

@@ -7,61 +7,28 @@
 The dispatcher chooses workers, submits, replays after a loss; it knows no HTTP and no text.
 """
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from kvasir.proto.errors import Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn; the meaning of engine.proto's SamplingParams, ``seed`` always set.
-
-    ``logprobs`` None: none; 0: of the drawn token; k: also of the k most likely ones.
-    """
-
-    seed: int
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+from kvasir.proto.sampling import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One child of an API request: one prompt, one sequence of output tokens.
 
-    ``request_id`` is made by the router and unique; a client's own id is only a label.
-    ``deadline`` is seconds since the Unix epoch; None for none.
+    ``request_id`` is made by the router and unique; a client's own id is only a label. The
+    seed is always set, so that a replay draws the same tokens.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     cache_salt: bytes = b""
     priority: int = 0
-    deadline: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprob and rank (1 is the most likely) of a token, and the most likely alternatives."""
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from kvasir.proto.sampling import TokenLogprobs
 from kvasir.proto.v1 import engine_pb2 as pb
-from kvasir.router.contracts import Generation, Sampling, TokenEvent, TokenLogprobs
+from kvasir.router.contracts import Generation, TokenEvent
 from kvasir.router.cost import Group, Role
 from kvasir.router.prefix_index import CacheEvent, Cleared, Removed, Stored
 
@@ -32,26 +33,6 @@ def group_of(info: pb.WorkerInfo) -> Group:
     )
 
 
-def sampling_to_proto(sampling: Sampling) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
-    )
-
-
 def submit_to_proto(
     generation: Generation,
     wire_id: str,
@@ -66,10 +47,9 @@ def submit_to_proto(
         request_id=wire_id,
         prompt_token_ids=generation.prompt_ids,
         output_token_ids=output_ids,
-        sampling=sampling_to_proto(generation.sampling),
+        sampling=generation.sampling.to_proto(),
         cache_salt=generation.cache_salt,
         priority=generation.priority,
-        deadline=generation.deadline or 0.0,
     )
     if output_ids:
         submit.sampling.prompt_logprobs = -1
@@ -78,20 +58,15 @@ def submit_to_proto(
     return submit
 
 
-def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
-    top = tuple(zip(message.top_ids, message.top_logprobs, strict=True))
-    return TokenLogprobs(logprob=message.logprob, rank=message.rank, top=top)
-
-
 def first_event(output: pb.SequenceOutput, decode_worker: str) -> TokenEvent:
     """The first tokens of a generation, with what is told about its prompt."""
     report = output.prefill
     remote = report.outcome == pb.PREFILL_OUTCOME_REMOTE
     # The first prompt token has nothing before it, hence no logprob.
-    prompt = [logprobs_from_proto(entry) for entry in output.prompt_logprobs[1:]]
+    prompt = [TokenLogprobs.from_proto(entry) for entry in output.prompt_logprobs[1:]]
     return TokenEvent(
         token_ids=tuple(output.token_ids),
-        logprobs=tuple(map(logprobs_from_proto, output.logprobs)),
+        logprobs=tuple(map(TokenLogprobs.from_proto, output.logprobs)),
         cached_tokens=report.cached_tokens if output.HasField("prefill") else None,
         decode_worker=decode_worker,
         prefill_worker=report.prefill_worker_id if remote else None,
@@ -102,7 +77,7 @@ def first_event(output: pb.SequenceOutput, decode_worker: str) -> TokenEvent:
 def next_event(output: pb.SequenceOutput) -> TokenEvent:
     return TokenEvent(
         token_ids=tuple(output.token_ids),
-        logprobs=tuple(map(logprobs_from_proto, output.logprobs)),
+        logprobs=tuple(map(TokenLogprobs.from_proto, output.logprobs)),
     )
 
 

@@ -4,8 +4,10 @@ async with running_dispatcher(config, registry) as dispatcher:
     async for event in dispatcher.generate(generation): ...
 """
 
+import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
@@ -23,7 +25,7 @@ from kvasir.router.contracts import (
 from kvasir.router.fleet import Fleet
 from kvasir.router.metrics import RouterMetrics
 from kvasir.router.placement import Placer
-from kvasir.router.serving import QUEUE_RETRY_AFTER, Clocks, Serving
+from kvasir.router.serving import QUEUE_RETRY_AFTER, Serving
 
 
 class FleetDispatcher:
@@ -34,14 +36,14 @@ class FleetDispatcher:
         config: RouterConfig,
         registry: CollectorRegistry,
         *,
-        clocks: Clocks | None = None,
+        clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         rng = rng or random.Random()  # noqa: S311 - breaks ties; nothing secret depends on it
         self._config = config
-        self._clocks = clocks or Clocks()
+        self._clock = clock
         self._metrics = RouterMetrics(registry)
-        self._fleet = Fleet(config, self._metrics, clock=self._clocks.monotonic, rng=rng)
+        self._fleet = Fleet(config, self._metrics, clock=clock, rng=rng)
         self._placer = Placer(self._fleet, config.disaggregation, rng)
         self._in_flight = 0
 
@@ -61,9 +63,9 @@ class FleetDispatcher:
             yield Refused(Refusal(Reason.QUEUE_FULL, message), QUEUE_RETRY_AFTER)
             return
         serving = Serving(
-            generation, self._config, self._fleet, self._placer, self._metrics, self._clocks
+            generation, self._config, self._fleet, self._placer, self._metrics, self._clock
         )
-        outcome = "client_gone"
+        outcome: str | None = None
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
         try:
@@ -74,10 +76,13 @@ class FleetDispatcher:
                     elif isinstance(event, Refused):
                         outcome = event.refusal.reason.name.lower()
                     yield event
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = outcome or "client_gone"
+            raise
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
-            self._metrics.generations.labels(outcome).inc()
+            self._metrics.generations.labels(outcome or "internal").inc()
 
     def model(self) -> ModelCard | None:
         """The served model; None while no worker has ever been seen."""

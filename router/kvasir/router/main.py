@@ -8,7 +8,6 @@
 import argparse
 import asyncio
 import errno
-import json
 import logging
 import os
 import signal
@@ -19,8 +18,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from kvasir.router import logs
-from kvasir.router.api.app import build_app, build_runner
+from kvasir.proto.process import StateFile, configure_logging, join_host_port
+from kvasir.router.api.app import build_app
+from kvasir.router.api.server import Runner
 from kvasir.router.config import RouterConfig
 from kvasir.router.dispatcher import running_dispatcher
 
@@ -42,10 +42,10 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="JSON of RouterConfig")
     parser.add_argument("--state-file", type=Path, help="where to say how far the start-up is")
     args = parser.parse_args()
-    logs.configure()
+    configure_logging()
     try:
         config = read_config(args.config)
-        state = StateFile(args.state_file)
+        state = _open_state_file(args.state_file)
         asyncio.run(_serve(config, state))
     except StartError as error:
         print(f"kvasir-router: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
@@ -67,24 +67,11 @@ def read_config(path: Path) -> RouterConfig:
         raise StartError(f"--config {path}: {faults}") from error
 
 
-class StateFile:
-    """Says how far this process is; replaced by rename, so that nobody reads half of it."""
-
-    def __init__(self, path: Path | None) -> None:
-        """Without a path nothing is written. Raises StartError if it cannot be."""
-        self._path = path
-        try:
-            self.write("starting")
-        except OSError as error:
-            raise StartError(f"--state-file {path}: {error.strerror}") from error
-
-    def write(self, phase: str, **more: str) -> None:
-        if self._path is None:
-            return
-        state = {"phase": phase, "detail": "", "pid": os.getpid(), **more}
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(state) + "\n", encoding="utf-8")
-        draft.replace(self._path)
+def _open_state_file(path: Path | None) -> StateFile:
+    try:
+        return StateFile(path)
+    except OSError as error:
+        raise StartError(f"--state-file {path}: {error.strerror}") from error
 
 
 async def _serve(config: RouterConfig, state: StateFile) -> None:
@@ -92,14 +79,14 @@ async def _serve(config: RouterConfig, state: StateFile) -> None:
     stop = _stop_on_signals()
     registry = CollectorRegistry()
     async with running_dispatcher(config, registry) as dispatcher:
-        runner = build_runner(build_app(config, dispatcher, registry))
+        runner = Runner(build_app(config, dispatcher, registry))
         await runner.setup()
         try:
             address = await _listen(runner, config)
-            state.write("ready", address=address)
+            state.update("ready", address=address)
             _log.info("ready router=%s address=%s", config.router_id, address)
             await stop.wait()
-            state.write("draining", address=address)
+            state.update("draining")
         finally:
             # Stops to accept, waits for open requests, then cancels what is left.
             await runner.cleanup()
@@ -118,7 +105,7 @@ async def _listen(runner: web.AppRunner, config: RouterConfig) -> str:
             fix = f"{error.strerror}; set host to an address of this machine"
         raise StartError(f"{where}: {fix}") from error
     host, port = runner.addresses[0][:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_host_port(host, port)
 
 
 def _stop_on_signals() -> asyncio.Event:

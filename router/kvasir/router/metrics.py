@@ -17,7 +17,8 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.generations = Counter(
             "kvasir_router_generations_total",
-            "Generations by outcome: finish reason, refusal reason, or client_gone.",
+            "Generations by outcome: finish reason, refusal reason (internal: also a defect of "
+            "the router), or client_gone.",
             ["outcome"],
             registry=registry,
         )

@@ -11,13 +11,13 @@ Invariants
 - A replay goes only to workers with the same weights.
 - A refusal for which another worker may help (``Codes.retry_elsewhere``) moves on to
   another one; any other is the caller's answer. Only INTERNAL opens the worker's breaker.
+- Waiting for a worker has one time limit, set when the generation comes and set anew when
+  its worker is lost; attempts that are refused in between do not extend it.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.proto.v1 import engine_pb2 as pb
@@ -34,7 +34,7 @@ from kvasir.router.cost import Group
 from kvasir.router.fleet import Fleet
 from kvasir.router.metrics import RouterMetrics
 from kvasir.router.placement import Placement, Placer
-from kvasir.router.worker_link import Ending, OutputQueue
+from kvasir.router.worker_link import Ending
 
 QUEUE_RETRY_AFTER = 1.0
 CAPACITY_RETRY_AFTER = 5.0
@@ -43,6 +43,8 @@ CAPACITY_RETRY_AFTER = 5.0
 MAX_LOSSES = 4
 """Workers lost in a row without a token between: such a request may be what kills them."""
 MAX_REFUSALS = 16
+"""Of a generation without any output; one that the caller has tokens of goes on asking for as
+long as ``replay_timeout`` allows."""
 SPECULATE_EVERY = 1.0
 """While a prompt is not computed, the speculation that it soon will be is renewed this often."""
 REPLAY_BACKOFF = 0.25
@@ -54,16 +56,8 @@ _FINISH = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """Seconds that only move forward, and seconds since the Unix epoch."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
-
-
 class Serving:
-    """State of one generation."""
+    """State of one generation. ``clock`` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -72,14 +66,14 @@ class Serving:
         fleet: Fleet,
         placer: Placer,
         metrics: RouterMetrics,
-        clocks: Clocks,
+        clock: Callable[[], float],
     ) -> None:
         self._generation = generation
         self._config = config
         self._fleet = fleet
         self._placer = placer
         self._metrics = metrics
-        self._clocks = clocks
+        self._clock = clock
         self._output_ids: list[int] = []
         self._began: Group | None = None
         self._attempts = 0
@@ -89,6 +83,7 @@ class Serving:
         self._refusals = 0
         self._last_refusal: Refusal | None = None
         self._renewal: asyncio.TimerHandle | None = None
+        self._wait_from_now(config.no_worker_timeout)
 
     async def events(self) -> AsyncGenerator[GenerationEvent]:
         """All events, ending with Finished or Refused. Close it to abort."""
@@ -106,24 +101,24 @@ class Serving:
     # --- placing ---------------------------------------------------------------------------
 
     async def _place(self) -> Placement | Refused:
-        """Wait for a worker; the time limit depends on whether the caller has tokens."""
-        patience = self._config.replay_timeout if self._was_lost else self._config.no_worker_timeout
-        until = self._clocks.monotonic() + patience
+        """Wait for a worker, until the time limit."""
         while True:
-            remaining = until - self._clocks.monotonic()
-            if self._seconds_left() <= 0:
-                return _deadline_exceeded()
             placement = self._try_place()
             if placement is not None:
                 return placement
+            remaining = pause = self._until - self._clock()
             if self._refused_by and self._fleet.decode_groups(self._began):
                 if not self._output_ids and self._last_refusal is not None:
                     return _refused(self._last_refusal)
                 self._refused_by.clear()
-                remaining = min(remaining, REPLAY_BACKOFF)
-            if until <= self._clocks.monotonic():
-                return self._no_capacity(patience)
-            await self._fleet.changed(min(remaining, self._seconds_left()))
+                pause = min(remaining, REPLAY_BACKOFF)
+            if remaining <= 0:
+                return self._no_capacity()
+            await self._fleet.changed(pause)
+
+    def _wait_from_now(self, patience: float) -> None:
+        self._patience = patience
+        self._until = self._clock() + patience
 
     def _try_place(self) -> Placement | None:
         wire_id = self._generation.request_id
@@ -143,13 +138,9 @@ class Serving:
             self._metrics.disaggregated.labels(placement.decision.value).inc()
         return placement
 
-    def _seconds_left(self) -> float:
-        deadline = self._generation.deadline
-        return float("inf") if deadline is None else deadline - self._clocks.wall()
-
-    def _no_capacity(self, patience: float) -> Refused:
+    def _no_capacity(self) -> Refused:
         what = "No worker took over in time" if self._was_lost else "No worker is ready"
-        message = f"{what} (waited {patience:g} s); try again later."
+        message = f"{what} (waited {self._patience:g} s); try again later."
         return Refused(Refusal(Reason.NO_CAPACITY, message), CAPACITY_RETRY_AFTER)
 
     # --- one attempt -----------------------------------------------------------------------
@@ -165,15 +156,11 @@ class Serving:
         )
         link = placement.decode.link
         queue = link.submit(submit)
-        timer = self._start_timer(queue)
         self._renew_later(placement)
         running = True
         try:
             while running:
                 output = await queue.get()
-                if output is Ending.DEADLINE:
-                    yield _deadline_exceeded()
-                    return
                 if output is Ending.LOST:
                     running = False
                     gave_up = self._count_loss()
@@ -188,18 +175,9 @@ class Serving:
                     if last is not None:
                         yield last
         finally:
-            if timer is not None:
-                timer.cancel()
             self._stop_renewal()
             link.leave(placement.wire_id, abort=running)
             self._placer.release(placement)
-
-    def _start_timer(self, queue: OutputQueue) -> asyncio.TimerHandle | None:
-        """One timer for the whole attempt costs nothing per token."""
-        if self._generation.deadline is None:
-            return None
-        loop = asyncio.get_running_loop()
-        return loop.call_later(self._seconds_left(), queue.put_nowait, Ending.DEADLINE)
 
     def _renew_later(self, placement: Placement) -> None:
         def renew() -> None:
@@ -217,8 +195,7 @@ class Serving:
         if output.HasField("prefill"):
             self._placer.computed(placement)
             self._stop_renewal()
-            broke = output.prefill.outcome == pb.PREFILL_OUTCOME_RECOMPUTED
-            if broke and placement.prefill is not None:
+            if output.prefill.peer_fault and placement.prefill is not None:
                 self._fleet.trip(placement.prefill)
         first = not self._output_ids
         self._output_ids.extend(output.token_ids)
@@ -243,7 +220,8 @@ class Serving:
         self._last_refusal = refusal
         if refusal.reason is Reason.INTERNAL:
             self._fleet.trip(placement.decode)
-        if not refusal.codes.retry_elsewhere or self._refusals >= MAX_REFUSALS:
+        exhausted = self._refusals >= MAX_REFUSALS and not self._output_ids
+        if exhausted or not refusal.codes.retry_elsewhere:
             return _refused(refusal)
         if refusal.reason is Reason.DRAINING:
             self._fleet.mark_draining(placement.decode)
@@ -254,6 +232,7 @@ class Serving:
 
     def _count_loss(self) -> Refused | None:
         self._was_lost = True
+        self._wait_from_now(self._config.replay_timeout)
         self._losses += 1
         if self._losses >= MAX_LOSSES:
             message = f"The worker was lost {self._losses} times in a row; giving up."
@@ -268,8 +247,3 @@ def _refused(refusal: Refusal) -> Refused:
     if refusal.codes.http == 503:
         return Refused(refusal, CAPACITY_RETRY_AFTER)
     return Refused(refusal)
-
-
-def _deadline_exceeded() -> Refused:
-    message = "The request's deadline passed before the answer was complete."
-    return Refused(Refusal(Reason.DEADLINE_EXCEEDED, message))

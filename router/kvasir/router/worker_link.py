@@ -60,8 +60,6 @@ class Ending(Enum):
 
     LOST = auto()
     """The session broke: nothing more comes from this worker."""
-    DEADLINE = auto()
-    """Put by the reader of the queue itself, on a timer."""
 
 
 OutputQueue = asyncio.Queue[pb.SequenceOutput | Ending]
@@ -210,7 +208,10 @@ class WorkerLink:
             stub = rpc.EngineStub(channel)
             call = stub.Session()
             self._outgoing = asyncio.Queue()
-            writer = asyncio.create_task(self._write(call))
+            writer = asyncio.create_task(self._write(call), name=f"write-{self.worker_id}")
+            # A session that is only heard would take requests and never send them.
+            writer.add_done_callback(lambda _: call.cancel())
+            writer.add_done_callback(report_crash)
             try:
                 await self._open(call, stub)
                 while (message := await _read(call)) is not None:
@@ -219,11 +220,12 @@ class WorkerLink:
             except (grpc.aio.AioRpcError, _SessionFailedError, TimeoutError) as error:
                 self._complain(error)
             except asyncio.CancelledError:
-                # give_up cancels the call, which surfaces here as if the task were cancelled.
+                # A call cancelled by us surfaces here as if the task were cancelled.
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
-                self._complain(_SessionFailedError("nothing was heard for too long"))
+                why = "nothing can be sent" if writer.done() else "nothing was heard for too long"
+                self._complain(_SessionFailedError(why))
             finally:
                 self._abort_session = None
                 call.cancel()

@@ -9,37 +9,12 @@ queues or sharing: it computes the chunks that a plan names. Nothing here does I
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from kvasir.proto.errors import Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How output tokens are drawn; the same meaning as in engine.proto.
-
-    ``temperature`` 0 is greedy. ``logprobs`` None: none; 0: of the drawn token; k: also of
-    the k most likely ones. Logprobs are those of the model's own logits, before penalties,
-    bias and temperature.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    max_tokens: int = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: frozenset[int] = frozenset()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+from kvasir.proto.sampling import SamplingParams, TokenLogprobs
 
 
 class Work(Enum):
@@ -130,15 +105,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprob and rank (1 is the most likely) of a token, and the most likely alternatives."""
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled:
     """What one chunk gave: a token if one was asked for, and prompt logprobs if asked for."""
 
@@ -200,10 +166,14 @@ class PrefillOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
-    """How the prompt's KV came to be; sent with the first output of a request."""
+    """How the prompt's KV came to be; sent with the first output of a request.
+
+    ``peer_fault`` (RECOMPUTED only): the prefill worker is at fault, not this one or the request.
+    """
 
     cached_tokens: int
     outcome: PrefillOutcome
+    peer_fault: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +202,7 @@ class BlocksRemoved:
     block_hashes: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheCleared:
-    pass
-
-
-KvEvent = BlocksStored | BlocksRemoved | CacheCleared
+KvEvent = BlocksStored | BlocksRemoved
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +244,8 @@ class HoldSink(OutputSink, Protocol):
 
     def progress(self, request_id: str, computed_tokens: int) -> None:
         """KV of the first ``computed_tokens`` tokens is in the cache; told at admission too,
-        when that may be none. Read it with
-        Engine.read_blocks; Engine.release ends the hold."""
+        when that may be none. Read it with Engine.read_blocks; Engine.release ends the
+        hold."""
         ...
 
 

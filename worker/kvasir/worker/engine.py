@@ -67,6 +67,7 @@ class Engine:
         self._on_fatal = on_fatal
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._event_sequence = 0
+        self._unchecked = False  # requests have come since the last invariant check
 
         self._wake = threading.Condition()  # guards everything below
         self._commands: list[Call[Any]] = []
@@ -164,10 +165,13 @@ class Engine:
                 lambda: self._scheduler.finish_receive(request_id, sampled, holder_cached_tokens)
             )
 
-    def fail_receive(self, request_id: str) -> None:
-        """No more KV comes: compute what follows the contiguous committed blocks here."""
+    def fail_receive(self, request_id: str, *, peer_fault: bool = False) -> None:
+        """No more KV comes: compute what follows the contiguous committed blocks here.
+
+        ``peer_fault``: it is the prefill worker's fault; told with the first output.
+        """
         with self._wake:
-            self._queue(lambda: self._scheduler.fail_receive(request_id))
+            self._queue(lambda: self._scheduler.fail_receive(request_id, peer_fault=peer_fault))
 
     def read_blocks(
         self, request_id: str, first_block: int, count: int
@@ -179,10 +183,14 @@ class Engine:
         with self._wake:
             return self._queue(lambda: self._read(request_id, first_block, count))
 
-    def snapshot(self) -> Future[tuple[int, list[bytes]]]:
-        """The number of the last KV event, and the hashes of all blocks that can be hit then."""
+    def snapshot(self, tell: Callable[[int, list[bytes]], None]) -> None:
+        """Have ``tell`` called with the number of the last KV event and all hashes known then.
+
+        On the engine thread, as a sink is, and in its place among the events: after those
+        that it contains and before all later ones. Never, if the engine fails before that.
+        """
         with self._wake:
-            return self._queue(self._snapshot)
+            self._queue(lambda: self._snapshot(tell))
 
     def set_draining(self, draining: bool) -> None:
         """Whether to refuse new requests; those accepted go on."""
@@ -234,8 +242,9 @@ class Engine:
         self._tell_signals()
         if plan.chunks:
             self._scheduler.update(plan, self._runner.execute(plan))
-        elif not self._scheduler.request_ids():
+        elif self._unchecked and not self._scheduler.request_ids():
             self._scheduler.check()
+            self._unchecked = False
         self._tell()
         return bool(plan.chunks)
 
@@ -313,6 +322,7 @@ class Engine:
             call.fail(self._fatal)
 
     def _add(self, request: Request) -> None:
+        self._unchecked = True
         self._scheduler.add(request)
 
     def _abort(self, request_id: str) -> None:
@@ -332,6 +342,6 @@ class Engine:
         found = self._scheduler.readable(request_id, first_block, count)
         return None if found is None else self._runner.read_blocks(*found)
 
-    def _snapshot(self) -> tuple[int, list[bytes]]:
+    def _snapshot(self, tell: Callable[[int, list[bytes]], None]) -> None:
         self._tell_events()
-        return self._event_sequence, self._scheduler.cached_hashes()
+        tell(self._event_sequence, self._scheduler.cached_hashes())

@@ -4,6 +4,7 @@ It runs in threads of its own, so that it answers even while the event loop does
 that is what /health is for. No request reaches the engine from here.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -89,7 +90,11 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], owner: HealthServer) -> None:
         self.owner = owner
-        super().__init__(address, _Handler)
+        host, port = address
+        # IPv4 or IPv6: what the host resolves to first.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, where = found[0]
+        super().__init__((str(where[0]), int(where[1])), _Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -40,9 +40,11 @@ class SchedulerConfig:
 
     def peak_blocks(self, request: Request) -> int:
         """Blocks that the request holds at its longest. The last token needs no KV."""
-        known = len(request.prompt_ids) + len(request.output_ids)
-        longest = min(len(request.prompt_ids) + request.sampling.max_tokens, self.max_model_len)
-        tokens = known if request.work is Work.PREFILL else max(known, longest - 1)
+        num_prompt = len(request.prompt_ids)
+        if request.work is Work.PREFILL:
+            tokens = num_prompt + len(request.output_ids)
+        else:
+            tokens = min(num_prompt + request.sampling.max_tokens, self.max_model_len) - 1
         return -(-tokens // self.block_size)
 
     def refusal(self, request: Request) -> Refusal | None:

@@ -14,15 +14,16 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
-from kvasir.worker import logs
+from kvasir.proto.process import StateFile, configure_logging, join_host_port
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.health import Health, HealthServer
-from kvasir.worker.state_file import StateFile
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -48,11 +49,12 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="JSON of WorkerConfig")
     parser.add_argument("--state-file", type=Path, help="where to say how far the start-up is")
     args = parser.parse_args()
-    logs.configure()
+    configure_logging()
     try:
         config = read_config(args.config)
-        state = _open_state_file(args.state_file)
-        asyncio.run(_Process(config, state).run())
+        epoch = str(uuid.uuid4())
+        state = _open_state_file(args.state_file, epoch)
+        asyncio.run(_Process(config, state, epoch).run())
     except StartError as error:
         print(f"kvasir-worker: {error}", file=sys.stderr)  # noqa: T201  # the one line for people
         return _EXIT_UNUSABLE
@@ -77,9 +79,9 @@ def _describe(fault: "ErrorDetails") -> str:
     return f"{field}: {fault['msg']}" if field else fault["msg"]
 
 
-def _open_state_file(path: Path | None) -> StateFile:
+def _open_state_file(path: Path | None, epoch: str) -> StateFile:
     try:
-        return StateFile(path, epoch=str(uuid.uuid4()))
+        return StateFile(path, epoch)
     except OSError as error:
         raise StartError(f"--state-file {path}: {error.strerror}") from error
 
@@ -87,9 +89,10 @@ def _open_state_file(path: Path | None) -> StateFile:
 class _Process:
     """One worker process from its start to its exit."""
 
-    def __init__(self, config: WorkerConfig, state: StateFile) -> None:
+    def __init__(self, config: WorkerConfig, state: StateFile, epoch: str) -> None:
         self._config = config
         self._state = state
+        self._epoch = epoch
         self._stop = asyncio.Event()
         self._serving = False
         self._health = Health()
@@ -132,7 +135,8 @@ class _Process:
         return await asyncio.to_thread(self._load_in_thread)
 
     def _load_in_thread(self) -> "LoadedModel":
-        from kvasir.worker.loader import ModelError, load_model
+        with _imports():
+            from kvasir.worker.loader import ModelError, load_model
 
         started = last = time.monotonic()
 
@@ -151,14 +155,15 @@ class _Process:
         return model
 
     def _build_server(self, model: "LoadedModel") -> "WorkerServer":
-        from kvasir.worker.service.server import WorkerServer
+        with _imports():
+            from kvasir.worker.service.server import WorkerServer
 
-        server = WorkerServer(self._config, model, self._state.state.epoch, on_fatal=on_fatal)
+        server = WorkerServer(self._config, model, self._epoch, on_fatal=on_fatal)
         server.identity.on_draining = self._on_draining
         return server
 
     async def _serve(self, server: "WorkerServer", http: HealthServer) -> None:
-        from kvasir.worker.service.server import ListenError, join_host_port
+        from kvasir.worker.service.server import ListenError
 
         try:
             await server.start()
@@ -174,7 +179,7 @@ class _Process:
         self._serving = True
         _log.info(
             "ready worker=%s role=%s address=%s epoch=%s",
-            *(self._config.worker_id, self._config.role, address, self._state.state.epoch),
+            *(self._config.worker_id, self._config.role, address, self._epoch),
         )
         await self._stop.wait()
         await server.drain(self._config.drain_deadline)
@@ -184,6 +189,17 @@ class _Process:
     def _on_draining(self, draining: bool) -> None:
         self._health.ready = not draining
         self._state.update("draining" if draining else "ready")
+
+
+@contextmanager
+def _imports() -> Iterator[None]:
+    """What an incomplete installation lacks, no restart brings."""
+    try:
+        yield
+    except ImportError as error:
+        raise StartError(
+            f"{error}; install what a worker needs: pip install 'kvasir[worker]', or make setup"
+        ) from error
 
 
 async def _beat(health: Health) -> None:

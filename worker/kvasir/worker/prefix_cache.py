@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvasir.worker.block_pool import BlockPool, InvariantError
-from kvasir.worker.contracts import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from kvasir.worker.contracts import BlocksRemoved, BlocksStored, KvEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PrefixCache:
             The sequence's block table from now on: where a hash was stored already, it has
             that block instead of the sequence's copy, which is freed.
         """
-        if not self._enabled or not self._holds_parent(hashes, blocks, done):
+        if not self._enabled:
             return tuple(blocks)
         table = list(blocks)
         for i, canonical in enumerate(self.lookup(hashes[done:]), done):
@@ -111,14 +111,6 @@ class PrefixCache:
         for block in reversed(blocks):
             self._pool.release(block, keep=block in self._hash_of)
 
-    def clear(self) -> None:
-        """Forget every prefix. Blocks in use stay with their sequences."""
-        self._stored.clear()
-        self._hash_of.clear()
-        while self._pool.evict() is not None:
-            pass
-        self._events.append(CacheCleared())
-
     def hashes(self) -> list[bytes]:
         """Hashes of all blocks that can be hit, parents before children."""
         return list(self._stored)
@@ -139,13 +131,6 @@ class PrefixCache:
         held = sum(self._pool.references(block) > 0 for block in self._hash_of)
         if len(self._hash_of) - held != self._pool.num_cached:
             raise InvariantError("a cached block has no hash, or a free one has")
-
-    def _holds_parent(self, hashes: Sequence[bytes], blocks: Sequence[int], done: int) -> bool:
-        """False only after ``clear``: a child is not stored under a parent held by others."""
-        if done == 0:
-            return True
-        stored = self._stored.get(hashes[done - 1])
-        return stored is not None and stored.block == blocks[done - 1]
 
     def _evict(self, count: int) -> None:
         removed = []

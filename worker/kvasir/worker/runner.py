@@ -10,7 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kvasir.worker.contracts import Chunk, Sampled, StepPlan, StepResult, TokenLogprobs
+from kvasir.proto.sampling import TokenLogprobs
+from kvasir.worker.contracts import Chunk, Sampled, StepPlan, StepResult
 from kvasir.worker.model.attention import build_batch, sorted_for_attention
 from kvasir.worker.model.decoder import Decoder
 from kvasir.worker.model.kv_cache import KvCache

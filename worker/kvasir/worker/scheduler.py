@@ -120,14 +120,14 @@ class Scheduler:
         sequence.report_cached(own + holder_cached_tokens, PrefillOutcome.REMOTE)
         self._append(sequence, sampled)
 
-    def fail_receive(self, request_id: str) -> None:
+    def fail_receive(self, request_id: str, *, peer_fault: bool = False) -> None:
         """Go on from the contiguous committed blocks and compute the rest here."""
         sequence = self._receiving(request_id)
         if sequence is None:
             return
         sequence.state = State.RUNNING
         own = sequence.report.cached_tokens if sequence.report else 0
-        sequence.report_cached(own, PrefillOutcome.RECOMPUTED)
+        sequence.report_cached(own, PrefillOutcome.RECOMPUTED, peer_fault=peer_fault)
 
     def readable(
         self, request_id: str, first_block: int, count: int

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
 from kvasir.proto import blocks
+from kvasir.proto.sampling import TokenLogprobs
 from kvasir.worker.contracts import (
     Chunk,
     Finish,
@@ -22,7 +23,6 @@ from kvasir.worker.contracts import (
     Request,
     Sampled,
     SampleSpec,
-    TokenLogprobs,
     Work,
 )
 from kvasir.worker.limits import SchedulerConfig
@@ -202,9 +202,12 @@ class Sequence:
             prompt_logprobs=tuple(self._prompt_logprobs) if with_prompt else (),
         )
 
-    def report_cached(self, tokens: int, outcome: PrefillOutcome) -> None:
+    def report_cached(
+        self, tokens: int, outcome: PrefillOutcome, *, peer_fault: bool = False
+    ) -> None:
         """Note how the prompt's KV came to be; replayed output is not counted as prompt."""
-        self.report = PrefillReport(min(tokens, len(self.request.prompt_ids)), outcome)
+        cached = min(tokens, len(self.request.prompt_ids))
+        self.report = PrefillReport(cached, outcome, peer_fault)
 
     def reset(self) -> None:
         """Forget all KV, as if only the tokens had ever been; the blocks are released already."""

@@ -1,4 +1,4 @@
-"""Carries out a local plan: observe, decide (plan.next_actions), act; again and again.
+"""Carries out a local plan: observe, decide (supervision.next_actions), act; again and again.
 
 Owns the processes, their records and the router's workers file. All methods are for the
 main thread. The runtime prints nothing: ``step`` returns what happened as events.
@@ -18,18 +18,20 @@ from kvasir.operator.local.state import (
     record_of,
 )
 from kvasir.operator.local.supervisor import CommandBuilder, Supervised, component_command
-from kvasir.operator.plan import (
+from kvasir.operator.plan import LocalPlan, Process
+from kvasir.operator.refusal import in_terms_of_the_spec
+from kvasir.operator.supervision import (
     EXIT_CONFIGURATION,
     Action,
     Fail,
     Kill,
-    LocalPlan,
     Observed,
-    Process,
     Start,
     Stop,
     after_exit,
+    after_ready,
     after_start,
+    has_failed,
     next_actions,
     restart_delay,
 )
@@ -54,10 +56,14 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A process refused its configuration; the runtime stops."""
+    """A process cannot be made to run; the runtime stops. ``message`` says why.
+
+    ``invalid``: the process refused what the ModelService asks for.
+    """
 
     id: str
     message: str
+    invalid: bool
 
 
 Event = PhaseChanged | Exited | Failed
@@ -155,6 +161,8 @@ class LocalRuntime:
             state = child.state()
             before = self._states.get(process_id)
             self._states[process_id] = state
+            if state and state.phase == "ready":
+                self._observed[process_id] = after_ready(self._observed[process_id])
             if state and (before is None or before.phase != state.phase):
                 yield PhaseChanged(process_id, state.phase, state.detail)
 
@@ -164,7 +172,7 @@ class LocalRuntime:
         self._observed[process_id] = record
         self._states[process_id] = None
         wanted = any(process.id == process_id for process in self._desired)
-        restarts = wanted and exit_code != EXIT_CONFIGURATION
+        restarts = wanted and not has_failed(record)
         restart_in = restart_delay(record.crashes) if restarts else None
         return Exited(process_id, exit_code, child.last_line(), restart_in)
 
@@ -180,10 +188,19 @@ class LocalRuntime:
             case Kill(id=process_id):
                 self._children[process_id].kill()
             case Fail(id=process_id):
-                yield Failed(process_id, self._children[process_id].last_line())
+                yield self._failure(process_id)
                 self.stop()
             case _:
                 assert_never(action)
+
+    def _failure(self, process_id: str) -> Failed:
+        """In the process's own last words, if it had any."""
+        record, last_line = self._observed[process_id], self._children[process_id].last_line()
+        if record.exit_code == EXIT_CONFIGURATION:
+            return Failed(process_id, in_terms_of_the_spec(last_line), invalid=True)
+        last_words = last_line or f"exit code {record.exit_code}"
+        why = f"given up after {record.crashes} crashes, never ready: {last_words}"
+        return Failed(process_id, why, invalid=False)
 
     def _start(self, process_id: str, now: float) -> None:
         process = next(process for process in self._desired if process.id == process_id)

@@ -262,7 +262,10 @@ class KvLayout(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
-    """SHA-256 (hex) of the weights' identity: source, revision, files, quantisation."""
+    """SHA-256 (hex) over the model's config and weight files: the whole files up to 4 GiB
+    together; of larger ones the headers, every tensor of at most 1 MiB, and samples of the
+    other tensors. Two models that share one may exchange KV.
+    """
     dtype: _builtins.str
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
@@ -771,20 +774,26 @@ class PrefillReport(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    PEER_FAULT_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens whose KV did not have to be computed, on either worker."""
     outcome: Global___PrefillOutcome.ValueType
     prefill_worker_id: _builtins.str
+    peer_fault: _builtins.bool
+    """RECOMPUTED only: the prefill worker is at fault (stream broken, silent, or not to be
+    believed), not this worker or the request.
+    """
     def __init__(
         self,
         *,
         cached_tokens: _builtins.int = ...,
         outcome: Global___PrefillOutcome.ValueType = ...,
         prefill_worker_id: _builtins.str = ...,
+        peer_fault: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "outcome", b"outcome", "prefill_worker_id", b"prefill_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "outcome", b"outcome", "peer_fault", b"peer_fault", "prefill_worker_id", b"prefill_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -894,6 +903,8 @@ Global___BlocksRemoved: _TypeAlias = BlocksRemoved  # noqa: Y015
 
 @_typing.final
 class CacheCleared(_message.Message):
+    """Every block is gone at once. A router must handle it; today's worker has no cause to send it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(

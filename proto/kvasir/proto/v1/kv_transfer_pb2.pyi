@@ -46,7 +46,7 @@ class PrefillRequest(_message.Message):
     than the number of token_ids, because the last token is always computed.
     """
     receiver_epoch: _builtins.str
-    """Epoch of the caller, for the logs, and the epoch it expects to call."""
+    """Epoch of the caller, for the holder's log, and the epoch it expects to call."""
     expected_epoch: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -143,7 +143,7 @@ class PrefillResult(_message.Message):
     holder_cached_tokens: _builtins.int
     """Tokens beyond num_cached_tokens that the holder's own prefix cache had."""
     queue_seconds: _builtins.float
-    """Seconds waiting for a first schedule, and computing."""
+    """Seconds waiting for admission, and from there to the token; for the caller's metrics."""
     compute_seconds: _builtins.float
     @_builtins.property
     def logprobs(self) -> _engine_pb2.TokenLogprobs: ...

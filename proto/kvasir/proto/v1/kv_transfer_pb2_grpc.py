@@ -46,8 +46,9 @@ class KvTransferServicer:
 
     def Prefill(self, request, context):
         """Compute the KV of a prompt from the first token that the caller lacks, and
-        stream its blocks as they are done. A refusal ends the stream before any frame
-        with the reason's gRPC code and the trailing metadata "kvasir-refusal".
+        stream its blocks as they are done. A refusal ends the stream with the reason's gRPC
+        code and the trailing metadata "kvasir-refusal". Most come before any frame; a transfer
+        that takes too long, or whose request is aborted at the holder, is refused after some.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

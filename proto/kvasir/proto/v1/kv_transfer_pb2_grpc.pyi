@@ -36,8 +36,9 @@ class KvTransferStub:
     def __new__(cls, channel: _aio.Channel) -> KvTransferAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.PrefillRequest, _kv_transfer_pb2.KvFrame]
     """Compute the KV of a prompt from the first token that the caller lacks, and
-    stream its blocks as they are done. A refusal ends the stream before any frame
-    with the reason's gRPC code and the trailing metadata "kvasir-refusal".
+    stream its blocks as they are done. A refusal ends the stream with the reason's gRPC
+    code and the trailing metadata "kvasir-refusal". Most come before any frame; a transfer
+    that takes too long, or whose request is aborted at the holder, is refused after some.
     """
 
 @_typing.type_check_only
@@ -45,8 +46,9 @@ class KvTransferAsyncStub(KvTransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.PrefillRequest, _kv_transfer_pb2.KvFrame]  # type: ignore[assignment]
     """Compute the KV of a prompt from the first token that the caller lacks, and
-    stream its blocks as they are done. A refusal ends the stream before any frame
-    with the reason's gRPC code and the trailing metadata "kvasir-refusal".
+    stream its blocks as they are done. A refusal ends the stream with the reason's gRPC
+    code and the trailing metadata "kvasir-refusal". Most come before any frame; a transfer
+    that takes too long, or whose request is aborted at the holder, is refused after some.
     """
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +59,9 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.KvFrame], _abc.AsyncIterator[_kv_transfer_pb2.KvFrame]]:
         """Compute the KV of a prompt from the first token that the caller lacks, and
-        stream its blocks as they are done. A refusal ends the stream before any frame
-        with the reason's gRPC code and the trailing metadata "kvasir-refusal".
+        stream its blocks as they are done. A refusal ends the stream with the reason's gRPC
+        code and the trailing metadata "kvasir-refusal". Most come before any frame; a transfer
+        that takes too long, or whose request is aborted at the holder, is refused after some.
         """
 
 def add_KvTransferServicer_to_server(servicer: KvTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,4 +1,4 @@
-"""Builds the router's HTTP application and server: routes to handlers, and their lifetime.
+"""Builds the router's HTTP application: routes to handlers, and their lifetime.
 
 Adds no behavior of its own: what a route does is in its handler, what all have in common in
 the middleware.
@@ -22,9 +22,6 @@ from kvasir.router.api.served import BuildTokenizer, ServedModel
 from kvasir.router.config import RouterConfig
 from kvasir.router.contracts import Dispatcher
 from kvasir.router.text.tokenizer import ModelTokenizer
-
-SHUTDOWN_SECONDS = 30.0
-"""How long open requests may go on after the router stops to accept."""
 
 ApiHandler = Callable[[web.Request], Awaitable[web.StreamResponse | ApiError]]
 
@@ -68,20 +65,6 @@ def build_app(
         ]
     )
     return app
-
-
-def build_runner(app: web.Application) -> web.AppRunner:
-    """A server for ``app``. A client that leaves cancels its handler, whatever it awaits."""
-    header_bytes = app[API].config.limits.max_header_bytes
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,
-        shutdown_timeout=SHUTDOWN_SECONDS,
-        access_log=None,
-        auto_decompress=False,
-        max_line_size=header_bytes,
-        max_field_size=header_bytes,
-    )
 
 
 def _handler(handler: ApiHandler) -> Handler:

@@ -1,9 +1,11 @@
 """From an HTTP request's body to a validated schema object.
 
-Refuses by media type and announced length before reading anything, reads no more than the
-limit, and turns the validator's findings into one sentence that names the field.
+Refuses by media type and announced length before reading anything, reads no more and no
+longer than the limits, and turns the validator's findings into one sentence that names the
+field.
 """
 
+import asyncio
 from typing import TypeVar
 
 from aiohttp import web
@@ -32,12 +34,23 @@ async def read(request: web.Request, schema: type[Schema], limits: Limits) -> Sc
         return http_error(415, "unsupported_media_type", "send the body without Content-Encoding")
     if (request.content_length or 0) > limit:
         return too_large(limit)
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            body = await _bytes(request, limit)
+    except TimeoutError:
+        message = f"the request body was not complete after {limits.body_timeout:g} s"
+        return http_error(408, "request_timeout", message)
+    return too_large(limit) if body is None else parse(body, schema, limits)
+
+
+async def _bytes(request: web.Request, limit: int) -> bytes | None:
+    """The body; None if it is longer than ``limit`` bytes."""
     body = bytearray()
     async for part in request.content.iter_any():
         body += part
         if len(body) > limit:
-            return too_large(limit)
-    return parse(bytes(body), schema, limits)
+            return None
+    return bytes(body)
 
 
 def parse(body: bytes, schema: type[Schema], limits: Limits) -> Schema | ApiError:

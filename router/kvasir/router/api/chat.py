@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from kvasir.router.api import body as bodies
-from kvasir.router.api.auth import cache_salt
+from kvasir.router.api.answer import answer
 from kvasir.router.api.choice import Delta
-from kvasir.router.api.context import API, REQUEST_ID, TENANT
+from kvasir.router.api.context import Api
 from kvasir.router.api.errors import ApiError
 from kvasir.router.api.logprobs import chat_logprobs
-from kvasir.router.api.plan import Common, Plan, PlannedPrompt
-from kvasir.router.api.respond import respond
+from kvasir.router.api.plan import PlannedPrompt
 from kvasir.router.api.responses import (
     ChatChunk,
     ChatChunkChoice,
@@ -26,22 +24,10 @@ from kvasir.router.text.tokenizer import ModelTokenizer
 
 
 async def create(request: web.Request) -> web.StreamResponse | ApiError:
-    api = request.app[API]
-    body = await bodies.read(request, ChatRequest, api.config.limits)
-    if isinstance(body, ApiError):
-        return body
-    served = await api.served.resolve(body.model)
-    if isinstance(served, ApiError):
-        return served
-    plan = await _plan(request, body, served)
-    if isinstance(plan, ApiError):
-        return plan
-    form = ChatFormat(request[REQUEST_ID], int(api.clock()), body, served.tokenizer)
-    return await respond(request, body, plan, form)
+    return await answer(request, ChatRequest, _prompts, ChatFormat)
 
 
-async def _plan(request: web.Request, body: ChatRequest, served: Served) -> Plan | ApiError:
-    api = request.app[API]
+async def _prompts(api: Api, body: ChatRequest, served: Served) -> list[PlannedPrompt] | ApiError:
     if error := check_chat(body, api.config.limits, served.card):
         return error
     ids = await api.served.chat_ids(served, body.messages)
@@ -52,14 +38,7 @@ async def _plan(request: web.Request, body: ChatRequest, served: Served) -> Plan
     sampling = chat_sampling(body, len(ids), served.card)
     if isinstance(sampling, ApiError):
         return sampling
-    common = Common(
-        request_id=request[REQUEST_ID],
-        n=body.n or 1,
-        stops=tuple(body.stop or ()),
-        cache_salt=cache_salt(request[TENANT], body.cache_salt),
-        priority=body.priority or 0,
-    )
-    return Plan.of(common, [PlannedPrompt(tuple(ids), sampling)], served.tokenizer)
+    return [PlannedPrompt(tuple(ids), sampling)]
 
 
 class ChatFormat:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+from kvasir.proto.sampling import SamplingParams, TokenLogprobs
 from kvasir.router.api.responses import FinishReason
-from kvasir.router.contracts import Finished, Sampling, TokenEvent, TokenLogprobs
+from kvasir.router.contracts import Finished, TokenEvent
 from kvasir.router.contracts import FinishReason as Finish
 from kvasir.router.text.detokenizer import Detokenizer
 from kvasir.router.text.stop_strings import StopStrings
@@ -57,7 +58,7 @@ class Choice:
         self,
         index: int,
         tokenizer: ModelTokenizer,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stops: Sequence[str],
         echo: Echo | None = None,
     ) -> None:
@@ -133,7 +134,7 @@ class Choice:
         ]
 
 
-def _unshown(tokenizer: ModelTokenizer, sampling: Sampling) -> frozenset[int]:
+def _unshown(tokenizer: ModelTokenizer, sampling: SamplingParams) -> frozenset[int]:
     """Tokens without text: special ones, and those that end the answer by their id."""
     ends = {*sampling.stop_token_ids}
     if tokenizer.eos_id is not None:

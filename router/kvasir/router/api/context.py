@@ -1,5 +1,6 @@
 """What handlers share: the parts of one router's API, and what one request carries along."""
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,5 +34,13 @@ class Api:
 API = web.AppKey("api", Api)
 
 REQUEST_ID = web.RequestKey("request_id", str)
+"""Set for every request that reaches a handler; elsewhere use ``request_id``."""
 TENANT = web.RequestKey("tenant", bytes)
 PLAN = web.RequestKey("plan", Plan)
+
+
+def request_id(request: web.BaseRequest) -> str:
+    """The id that the router gives this request, made when it is first asked for."""
+    if REQUEST_ID not in request:
+        request[REQUEST_ID] = uuid.uuid4().hex
+    return request[REQUEST_ID]

@@ -75,6 +75,11 @@ def http_error(status: int, code: str, message: str) -> ApiError:
     return ApiError(status, "invalid_request_error", code, message)
 
 
+def malformed(problem: str) -> ApiError:
+    """400 for bytes that are no HTTP request; ``problem`` is a clause."""
+    return http_error(400, "malformed_request", f"the request is not valid HTTP: {problem}")
+
+
 def internal() -> ApiError:
     """The cause is in the log, under the request's id, and never in the response."""
     message = "internal error of the router; its log has the cause under the x-request-id"

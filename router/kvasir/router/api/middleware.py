@@ -4,13 +4,12 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvasir.proto.errors import Reason, Refusal
-from kvasir.router.api.context import API, PLAN, REQUEST_ID, TENANT
+from kvasir.router.api.context import API, PLAN, REQUEST_ID, TENANT, request_id
 from kvasir.router.api.errors import ApiError, http_error, internal
 
 logger = logging.getLogger("kvasir.router.access")
@@ -27,7 +26,7 @@ _NOT_LABEL = re.compile(r"[^A-Za-z0-9._-]")
 @web.middleware
 async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
     api = request.app[API]
-    request[REQUEST_ID] = uuid.uuid4().hex
+    request_id(request)
     route = _route(request)
     begin = time.monotonic()
     status = _CLIENT_LEFT
@@ -65,8 +64,9 @@ async def _answer(request: web.Request, handler: Handler, route: str) -> web.Str
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """For streams too, whose head is sent long before their handler returns."""
-    response.headers["x-request-id"] = request[REQUEST_ID]
+    """For streams too, whose head is sent long before their handler returns, and for what
+    is answered before the middleware is reached."""
+    response.headers["x-request-id"] = request_id(request)
 
 
 def _route(request: web.Request) -> str:

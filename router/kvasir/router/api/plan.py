@@ -7,10 +7,11 @@ prompt: choice ``p * n + i`` is the i-th of prompt p.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvasir.proto.sampling import SamplingParams
 from kvasir.router.api.choice import Choice, Echo
 from kvasir.router.api.responses import Usage
 from kvasir.router.api.validate import child_seed
-from kvasir.router.contracts import Generation, Sampling
+from kvasir.router.contracts import Generation
 from kvasir.router.text.tokenizer import ModelTokenizer
 
 
@@ -19,7 +20,7 @@ class PlannedPrompt:
     """One prompt, how its choices are drawn, and whether it is shown before them."""
 
     ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     echo: Echo | None = None
 
 

@@ -124,6 +124,7 @@ class _Stream:
             await self._response.prepare(self._request)
         if data:
             await self._response.write(data)
+            await self._request.writer.drain()
 
     def _ending(self) -> bytes:
         if not self._include_usage:

@@ -85,8 +85,9 @@ class ServedModel:
             if self._built and self._built[0] == card.tokenizer_hash:
                 return self._built[1]
             files = await self._dispatcher.tokenizer_files()
-            if files is None:
-                return None
+            now = self._dispatcher.model()
+            if files is None or now is None or now.tokenizer_hash != card.tokenizer_hash:
+                return None  # none yet, or the files of a model that came in the meantime
             try:
                 tokenizer = await asyncio.to_thread(self._build, files)
             except TokenizerError as error:

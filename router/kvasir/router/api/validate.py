@@ -1,6 +1,6 @@
 """What the schemas do not check: limits of numbers and text, vocabulary, window.
 
-Pure: takes a parsed request, gives ``Sampling`` or the ``ApiError`` that says which field is
+Pure: takes a parsed request, gives ``SamplingParams`` or the ``ApiError`` that says which field is
 wrong and why.
 """
 
@@ -8,10 +8,11 @@ import hashlib
 import secrets
 from dataclasses import replace
 
+from kvasir.proto.sampling import SamplingParams
 from kvasir.router.api.errors import ApiError, invalid, too_long
 from kvasir.router.api.schemas import ChatRequest, CompletionRequest, SamplingFields
 from kvasir.router.config import Limits
-from kvasir.router.contracts import ModelCard, Sampling
+from kvasir.router.contracts import ModelCard
 
 _COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions; a chat answer may fill the window."""
@@ -88,7 +89,9 @@ def check_window(param: str, prompt_tokens: int, card: ModelCard) -> ApiError | 
     )
 
 
-def chat_sampling(body: ChatRequest, prompt_tokens: int, card: ModelCard) -> Sampling | ApiError:
+def chat_sampling(
+    body: ChatRequest, prompt_tokens: int, card: ModelCard
+) -> SamplingParams | ApiError:
     """How one choice is drawn; the answer may fill the window unless told otherwise."""
     wanted = body.max_completion_tokens or body.max_tokens
     param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
@@ -96,14 +99,14 @@ def chat_sampling(body: ChatRequest, prompt_tokens: int, card: ModelCard) -> Sam
     if isinstance(max_tokens, ApiError):
         return max_tokens
     sampling = _sampling(body, max_tokens)
-    if isinstance(sampling, Sampling) and body.logprobs:
+    if isinstance(sampling, SamplingParams) and body.logprobs:
         return replace(sampling, logprobs=body.top_logprobs or 0)
     return sampling
 
 
 def completion_sampling(
     body: CompletionRequest, prompt_tokens: int, card: ModelCard
-) -> Sampling | ApiError:
+) -> SamplingParams | ApiError:
     wanted = ("max_tokens", body.max_tokens)
     max_tokens = _max_tokens(wanted, prompt_tokens, _COMPLETION_MAX_TOKENS, card)
     if isinstance(max_tokens, ApiError):
@@ -135,12 +138,12 @@ def _max_tokens(
     )
 
 
-def _sampling(body: SamplingFields, max_tokens: int) -> Sampling | ApiError:
+def _sampling(body: SamplingFields, max_tokens: int) -> SamplingParams | ApiError:
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         return invalid("min_tokens", f"must be at most {max_tokens}, the most tokens to generate")
     seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed % 2**_SEED_BITS
-    return Sampling(
+    return SamplingParams(
         seed=seed,
         max_tokens=max_tokens,
         temperature=_or(body.temperature, 1.0),
@@ -153,7 +156,7 @@ def _sampling(body: SamplingFields, max_tokens: int) -> Sampling | ApiError:
         logit_bias=body.logit_bias or {},
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
     )
 
 

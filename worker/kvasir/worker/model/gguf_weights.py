@@ -16,6 +16,7 @@ from gguf import GGUFReader, dequantize
 
 from kvasir.worker.model.config import MODEL_TYPES, ModelConfig
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fingerprint import Span, WeightFile
 from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
 
 _GLOBAL_NAMES = {
@@ -65,6 +66,11 @@ class GgufFile:
             name: tuple(int(size) for size in reversed(self._tensors[gguf_name].shape))
             for name, gguf_name in self._gguf_names.items()
         }
+
+    @property
+    def file(self) -> WeightFile:
+        spans = (Span(int(t.data_offset), int(t.n_bytes)) for t in self._reader.tensors)
+        return WeightFile(self.path, tuple(spans))
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._dequantized(self._gguf_names[name])

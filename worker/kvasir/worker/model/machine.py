@@ -13,14 +13,14 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def usable_cores() -> int:
-    """Cores by affinity, and by CPU quota where a cgroup sets one; at least 1."""
+    """Cores by affinity, and by CPU quota, rounded up, where a cgroup sets one; at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     quota = _CGROUP / "cpu.max"
     if quota.is_file():
         limit, period = quota.read_text().split()
         if limit != "max":
-            cores = min(cores, max(int(limit) // int(period), 1))
+            cores = min(cores, max(-(-int(limit) // int(period)), 1))
     return cores
 
 

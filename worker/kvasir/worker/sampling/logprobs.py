@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvasir.worker.contracts import TokenLogprobs
+from kvasir.proto.sampling import TokenLogprobs
 
 
 def token_logprobs(

@@ -22,16 +22,17 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], eos_ids: frozenset[int])
     Args:
         logits: float32 [rows, vocab], as the model gave them.
         specs: what each row's request wants.
-        eos_ids: tokens that end a sequence, banned while a spec has ``forbid_stop``.
+        eos_ids: tokens that end a sequence, banned while a spec has ``forbid_stop``. Some
+            token is neither one of them nor a stop token of that spec.
 
     Raises:
         FloatingPointError: the logits are not numbers; the model is broken.
     """
-    adjusted = adjust(logits, specs, eos_ids)
-    best, greedy = adjusted.max(-1)
-    if not bool(best.isfinite().all()):
+    # The extremes of a tensor with a NaN are NaN. What requests do to finite logits is bounded.
+    if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):
         raise FloatingPointError("the model computed logits that are not finite")
-    tokens: list[int] = greedy.tolist()
+    adjusted = adjust(logits, specs, eos_ids)
+    tokens: list[int] = adjusted.argmax(-1).tolist()
     drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0]
     if drawn:
         chosen = _draw(_rows(adjusted, drawn), [specs[row] for row in drawn])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvasir.worker.contracts import SamplingParams
+from kvasir.proto.sampling import SamplingParams
 
 _USUAL_WIDTH = 1024
 """How many of the most likely tokens are sorted at first; nearly always enough for top-p."""

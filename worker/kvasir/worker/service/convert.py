@@ -6,19 +6,17 @@ The way in, which has everything to check, is ``requests.py``.
 from collections.abc import Sequence
 
 from kvasir.proto.errors import Refusal
+from kvasir.proto.sampling import TokenLogprobs
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.contracts import (
     BlocksRemoved,
     BlocksStored,
-    CacheCleared,
     Finish,
     KvEvent,
     Load,
     Output,
     PrefillOutcome,
     PrefillReport,
-    SamplingParams,
-    TokenLogprobs,
 )
 
 _FINISH = {
@@ -34,36 +32,9 @@ _OUTCOME = {
 }
 
 
-def sampling_proto(params: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias,
-        seed=params.seed,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        ignore_eos=params.ignore_eos,
-        stop_token_ids=sorted(params.stop_token_ids),
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-    )
-
-
-def logprobs_proto(value: TokenLogprobs | None) -> pb.TokenLogprobs:
+def _logprobs_proto(value: TokenLogprobs | None) -> pb.TokenLogprobs:
     """None, for a first prompt token, is an empty message."""
-    if value is None:
-        return pb.TokenLogprobs()
-    return pb.TokenLogprobs(
-        logprob=value.logprob,
-        rank=value.rank,
-        top_ids=[token for token, _ in value.top],
-        top_logprobs=[logprob for _, logprob in value.top],
-    )
+    return pb.TokenLogprobs() if value is None else value.to_proto()
 
 
 def output_proto(output: Output, prefill_worker_id: str = "") -> pb.SequenceOutput:
@@ -71,11 +42,11 @@ def output_proto(output: Output, prefill_worker_id: str = "") -> pb.SequenceOutp
     return pb.SequenceOutput(
         request_id=output.request_id,
         token_ids=output.token_ids,
-        logprobs=[logprobs_proto(one) for one in output.logprobs],
+        logprobs=[one.to_proto() for one in output.logprobs],
         finish_reason=_FINISH[output.finish] if output.finish else pb.FINISH_REASON_UNSPECIFIED,
         refusal=output.refusal.to_proto() if output.refusal is not None else None,
         prefill=_report_proto(output.prefill, prefill_worker_id) if output.prefill else None,
-        prompt_logprobs=[logprobs_proto(one) for one in output.prompt_logprobs],
+        prompt_logprobs=[_logprobs_proto(one) for one in output.prompt_logprobs],
     )
 
 
@@ -84,6 +55,7 @@ def _report_proto(report: PrefillReport, prefill_worker_id: str) -> pb.PrefillRe
         cached_tokens=report.cached_tokens,
         outcome=_OUTCOME[report.outcome],
         prefill_worker_id="" if report.outcome is PrefillOutcome.LOCAL else prefill_worker_id,
+        peer_fault=report.peer_fault,
     )
 
 
@@ -103,8 +75,6 @@ def _event_proto(event: KvEvent) -> pb.KvEvent:
             return pb.KvEvent(stored=pb.BlocksStored(parent_hash=parent_hash, block_hashes=hashes))
         case BlocksRemoved(hashes):
             return pb.KvEvent(removed=pb.BlocksRemoved(block_hashes=hashes))
-        case CacheCleared():
-            return pb.KvEvent(cleared=pb.CacheCleared())
 
 
 def load_proto(load: Load, *, draining: bool, role: pb.Role.ValueType) -> pb.LoadReport:

@@ -7,12 +7,13 @@ sampler produce NaN. A bad value gives a ``Refusal`` that names the API field at
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvasir.proto.errors import Reason, Refusal
+from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
-from kvasir.worker.contracts import Request, SamplingParams, TokenLogprobs, Work
+from kvasir.worker.contracts import Request, Work
 
 MAX_LOGPROBS = 20
 """Most alternatives per token, as in the OpenAI API."""
@@ -20,6 +21,8 @@ _MAX_ID_LENGTH = 256
 _MAX_SALT_BYTES = 1024
 _MAX_BIAS = 100.0
 _MAX_PENALTY = 2.0
+_REPETITION_PENALTY = (pb.SamplingParams(repetition_penalty=0.01).repetition_penalty, 10.0)
+"""The lower bound as the wire's single precision has it."""
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
 
 
@@ -30,6 +33,7 @@ class Limits:
     vocab_size: int
     max_model_len: int
     block_size: int
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ def read_submit(message: pb.Submit, limits: Limits) -> Request | Refusal:
         prompt = tuple(message.prompt_token_ids)
         output = tuple(message.output_token_ids)
         sampling = _read_sampling(message.sampling, limits)
-        _check_tokens(prompt, output, sampling, limits)
+        _check_tokens(prompt, output, limits)
         if not (math.isfinite(message.deadline) and message.deadline >= 0):
             raise _InvalidError("deadline", f"deadline must be a time, not {message.deadline}")
         return Request(
@@ -95,7 +99,7 @@ def read_prefill(
         if split < 0:
             raise _InvalidError("num_output_tokens", "num_output_tokens exceeds the tokens given")
         sampling = _read_sampling(message.sampling, limits)
-        _check_tokens(tokens[:split], tokens[split:], sampling, limits)
+        _check_tokens(tokens[:split], tokens[split:], limits)
         cached = message.num_cached_tokens
         if cached % limits.block_size or cached >= len(tokens):
             raise _InvalidError(
@@ -129,26 +133,20 @@ def _read_salt(salt: bytes) -> bytes:
     return salt
 
 
-def _check_tokens(
-    prompt: tuple[int, ...], output: tuple[int, ...], sampling: SamplingParams, limits: Limits
-) -> None:
+def _check_tokens(prompt: tuple[int, ...], output: tuple[int, ...], limits: Limits) -> None:
+    """A replay whose output is as long as it may be is no error: it ends with LENGTH."""
     if not prompt:
         raise _InvalidError("prompt", "the prompt must have at least one token")
-    total = len(prompt) + len(output)
-    if total >= limits.max_model_len:
+    if len(prompt) >= limits.max_model_len:
         raise _InvalidError(
             "prompt",
-            f"the prompt has {total} tokens; with at least one token of output the limit is"
+            f"the prompt has {len(prompt)} tokens; with at least one token of output the limit is"
             f" {limits.max_model_len}: shorten it",
             Reason.CONTEXT_LENGTH_EXCEEDED,
         )
     _check_ids("prompt", prompt, limits)
     if output:
         _check_ids("prompt", output, limits)
-        if len(output) >= sampling.max_tokens:
-            raise _InvalidError(
-                "max_tokens", f"{len(output)} tokens are out already; max_tokens must be more"
-            )
 
 
 def _check_ids(param: str, ids: Sequence[int], limits: Limits) -> None:
@@ -167,40 +165,27 @@ def _read_sampling(message: pb.SamplingParams, limits: Limits) -> SamplingParams
     _check_range("min_p", message.min_p, 0, 1)
     _check_range("presence_penalty", message.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
     _check_range("frequency_penalty", message.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
-    _check_range("repetition_penalty", message.repetition_penalty, 0, math.inf)
-    if message.repetition_penalty == 0:
-        raise _InvalidError(
-            "repetition_penalty", "repetition_penalty must be more than 0; 1 is off"
-        )
+    _check_range("repetition_penalty", message.repetition_penalty, *_REPETITION_PENALTY)
     if message.max_tokens < 1:
         raise _InvalidError("max_tokens", "max_tokens must be at least 1")
     if message.min_tokens > message.max_tokens:
         raise _InvalidError("min_tokens", "min_tokens must not exceed max_tokens")
-    bias = dict(message.logit_bias)
-    if bias:
-        _check_ids("logit_bias", list(bias), limits)
-        for value in bias.values():
+    if message.logit_bias:
+        _check_ids("logit_bias", list(message.logit_bias), limits)
+        for value in message.logit_bias.values():
             _check_range("logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
     if message.stop_token_ids:
         _check_ids("stop_token_ids", message.stop_token_ids, limits)
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        # Keeping the whole vocabulary is the same as keeping no count.
-        top_k=message.top_k if message.top_k < limits.vocab_size else 0,
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        logit_bias=bias,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=frozenset(message.stop_token_ids),
-        logprobs=_read_count("logprobs", message.logprobs, limits),
-        prompt_logprobs=_read_count("prompt_logprobs", message.prompt_logprobs, limits),
-    )
+    _check_count("logprobs", message.logprobs, limits)
+    _check_count("prompt_logprobs", message.prompt_logprobs, limits)
+    params = SamplingParams.from_proto(message)
+    ends = params.stop_token_ids | limits.eos_token_ids
+    if params.min_tokens and len(ends) >= limits.vocab_size:
+        raise _InvalidError(
+            "stop_token_ids", "with min_tokens, some token must be left that does not stop"
+        )
+    # Keeping the whole vocabulary is the same as keeping no count.
+    return replace(params, top_k=0) if params.top_k >= limits.vocab_size else params
 
 
 def _check_range(param: str, value: float, low: float, high: float) -> None:
@@ -210,13 +195,7 @@ def _check_range(param: str, value: float, low: float, high: float) -> None:
         raise _InvalidError(param, f"{param} must be a number {bounds}, not {value:g}")
 
 
-def _read_count(param: str, value: int, limits: Limits) -> int | None:
+def _check_count(param: str, value: int, limits: Limits) -> None:
     most = min(MAX_LOGPROBS, limits.vocab_size)
     if not -1 <= value <= most:
         raise _InvalidError(param, f"{param} must be in [-1, {most}], not {value}")
-    return None if value == -1 else value
-
-
-def read_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
-    top = tuple(zip(message.top_ids, message.top_logprobs, strict=False))
-    return TokenLogprobs(message.logprob, message.rank, top)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import grpc
 
+from kvasir.proto.process import join_host_port
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.contracts import Runner
@@ -89,7 +90,9 @@ class WorkerServer:
         )
         cache = CacheConfig(config.block_size, model.runner.num_blocks, config.prefix_caching)
         self.metrics = WorkerMetrics(config.served_name, cache, self.engine.load)
-        limits = Limits(model.vocab_size, model.max_model_len, config.block_size)
+        limits = Limits(
+            model.vocab_size, model.max_model_len, config.block_size, model.eos_token_ids
+        )
         transfer = Identity(epoch, model.layout, model.runner.block_bytes, model.vocab_size)
         self._peers = Peers(max_frame_bytes(model.runner.block_bytes))
         receiver = Receiver(
@@ -156,10 +159,6 @@ class WorkerServer:
         while True:
             await asyncio.sleep(LOAD_INTERVAL)
             self._hub.report_if_quiet(self.engine.load())
-
-
-def join_host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _scheduler_config(config: WorkerConfig, model: ServedModel) -> SchedulerConfig:

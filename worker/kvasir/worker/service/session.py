@@ -1,15 +1,14 @@
 """One router's session: its requests in, their outputs out.
 
 A session owns the requests that came over it, and no other. They are aborted when it ends,
-however it ends. Everything here runs on the event loop, except the three methods by which
+however it ends. Everything here runs on the event loop, except the methods by which
 the engine's thread reaches a session (``_Sink``), which only post to the bridge.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvasir.proto.blocks import HASH_BYTES
@@ -174,11 +173,9 @@ class Session:
 
     def _request_snapshot(self) -> None:
         if self._snapshot_pending:
-            return  # the one that is coming will do
+            return  # the one that is to be sent will do: all later events come after it
         self._snapshot_pending = True
-        future = self._context.engine.snapshot()
-        # Over the bridge, so that it keeps its place among the KV events.
-        future.add_done_callback(lambda done: self._context.bridge.post(self._on_snapshot, done))
+        self._context.engine.snapshot(self._sink.snapshot)
 
     # --- down --------------------------------------------------------------------------------
 
@@ -220,22 +217,21 @@ class Session:
             message.prefill.prefill_worker_id = ""
         return message
 
-    def _put_outputs(self, outputs: Sequence[pb.SequenceOutput]) -> None:
-        self._outbound.put(pb.WorkerMessage(step=pb.StepBatch(outputs=outputs)))
+    def on_snapshot(self, sequence: int, hashes: Sequence[bytes]) -> None:
+        self._outbound.put_parts(self._snapshot_parts(sequence, hashes))
 
-    def _on_snapshot(self, future: Future[tuple[int, list[bytes]]]) -> None:
+    def _snapshot_parts(self, sequence: int, hashes: Sequence[bytes]) -> Iterator[pb.WorkerMessage]:
         self._snapshot_pending = False
-        if future.exception() is not None:
-            return  # the engine has ended, and said so; this session ends with it
-        sequence, hashes = future.result()
         starts = range(0, max(len(hashes), 1), _SNAPSHOT_HASHES)
         for start in starts:
+            last = start == starts[-1]
             part = pb.KvSnapshot(
-                sequence=sequence,
-                block_hashes=hashes[start : start + _SNAPSHOT_HASHES],
-                last=start == starts[-1],
+                sequence=sequence, block_hashes=hashes[start : start + _SNAPSHOT_HASHES], last=last
             )
-            self._outbound.put(pb.WorkerMessage(kv_snapshot=part))
+            yield pb.WorkerMessage(kv_snapshot=part)
+
+    def _put_outputs(self, outputs: Sequence[pb.SequenceOutput]) -> None:
+        self._outbound.put(pb.WorkerMessage(step=pb.StepBatch(outputs=outputs)))
 
 
 class _Sink:
@@ -250,6 +246,10 @@ class _Sink:
 
     def reserved(self, request_id: str, num_cached_tokens: int) -> None:
         self._bridge.post(self._session.on_reserved, request_id, num_cached_tokens)
+
+    def snapshot(self, sequence: int, hashes: Sequence[bytes]) -> None:
+        """Over the bridge, like the KV events, among which it has its place."""
+        self._bridge.post(self._session.on_snapshot, sequence, hashes)
 
 
 def _stop_pull(live: _Live) -> None:

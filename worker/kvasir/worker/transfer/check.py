@@ -4,6 +4,7 @@ A frame passes only if everything about it is as the request implies. So a stale
 reordered or mismatched block is never written to the cache.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -30,6 +31,14 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"
     ABORTED = "aborted"
     """The request went away here: its client left, or its deadline passed."""
+    INTERNAL = "internal"
+    """An error on this side."""
+
+
+PEER_FAULTS = frozenset(
+    {Outcome.BROKEN, Outcome.CHECKSUM, Outcome.EPOCH, Outcome.SEQUENCE, Outcome.TIMEOUT}
+)
+"""Outcomes that speak against the holder. A refusal is its right; layouts are a matter of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,10 @@ class FrameCheck:
             return Fault(Outcome.BROKEN, f"token {result.token_id} is out of the vocabulary")
         if result.HasField("logprobs") != self._expected.wants_logprobs:
             return Fault(Outcome.BROKEN, "logprobs of the first token are not as asked for")
+        if len(result.logprobs.top_ids) != len(result.logprobs.top_logprobs):
+            return Fault(Outcome.BROKEN, "the first token's alternatives and logprobs differ")
+        if not all(0 <= s < math.inf for s in (result.queue_seconds, result.compute_seconds)):
+            return Fault(Outcome.BROKEN, "the holder's times are not times")
         if result.holder_cached_tokens >= self._expected.missing_tokens:
             return Fault(Outcome.BROKEN, "more tokens were cached than there are")
         return None

@@ -23,7 +23,6 @@ from kvasir.worker.contracts import Output, Request
 from kvasir.worker.engine import Engine
 from kvasir.worker.metrics import WorkerMetrics
 from kvasir.worker.service.bridge import LoopBridge
-from kvasir.worker.service.convert import logprobs_proto
 from kvasir.worker.service.requests import Limits, read_prefill
 from kvasir.worker.transfer.check import checksum
 from kvasir.worker.transfer.frames import Frame, encode
@@ -86,16 +85,28 @@ class Holder:
 
     async def prefill(self, message: pb.PrefillRequest, context: Context) -> None:
         """One transfer; see kv_transfer.proto."""
+        refusal = await self._serve(message, context)
+        if refusal is not None:
+            _log.info(
+                "prefill refused: %s reason=%s request=%s caller_epoch=%s",
+                *(refusal.message, refusal.reason.name),
+                *(message.request_id, message.receiver_epoch),
+            )
+            await context.abort(
+                grpc.StatusCode[refusal.codes.grpc],
+                refusal.message,
+                trailing_metadata=((REFUSAL_METADATA, refusal.reason.name),),
+            )
+
+    async def _serve(self, message: pb.PrefillRequest, context: Context) -> Refusal | None:
         request = self._accept(message, _deadline(context))
         if isinstance(request, Refusal):
-            await _refuse(context, request)
-        else:
-            hold = _Hold(self._bridge)
-            refusal = self._engine.submit(request, hold)
-            if refusal is None:
-                refusal = await self._lend(request, hold, context)
-            if refusal is not None:
-                await _refuse(context, refusal)
+            return request
+        hold = _Hold(self._bridge)
+        refusal = self._engine.submit(request, hold)
+        if refusal is not None:
+            return refusal
+        return await self._lend(request, hold, context)
 
     def _accept(self, message: pb.PrefillRequest, deadline: float | None) -> Request | Refusal:
         mismatch = layout_mismatch(self._identity.layout, message.layout)
@@ -189,7 +200,7 @@ class _Hold:
 
     @property
     def queue_seconds(self) -> float:
-        """The engine tells of progress after a step, so the first step counts as waiting."""
+        """From the submit to the admission, of which the engine tells before it computes."""
         return (self._started or self._finished) - self._submitted
 
     @property
@@ -249,7 +260,7 @@ def _result(output: Output, skip_tokens: int, hold: _Hold) -> pb.PrefillResult:
     cached = output.prefill.cached_tokens if output.prefill is not None else 0
     return pb.PrefillResult(
         token_id=output.token_ids[0],
-        logprobs=logprobs_proto(output.logprobs[0]) if output.logprobs else None,
+        logprobs=output.logprobs[0].to_proto() if output.logprobs else None,
         holder_cached_tokens=max(0, cached - skip_tokens),
         queue_seconds=hold.queue_seconds,
         compute_seconds=hold.compute_seconds,
@@ -259,12 +270,3 @@ def _result(output: Output, skip_tokens: int, hold: _Hold) -> pb.PrefillResult:
 def _deadline(context: Context) -> float | None:
     remaining = context.time_remaining()
     return None if remaining is None else time.time() + remaining
-
-
-async def _refuse(context: Context, refusal: Refusal) -> None:
-    _log.info("prefill refused: %s reason=%s", refusal.message, refusal.reason.name)
-    await context.abort(
-        refusal.codes.grpc,
-        refusal.message,
-        trailing_metadata=((REFUSAL_METADATA, refusal.reason.name),),
-    )

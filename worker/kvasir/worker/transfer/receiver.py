@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import grpc
 
 from kvasir.proto.errors import Reason
+from kvasir.proto.sampling import TokenLogprobs
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
 from kvasir.worker.contracts import Request, Sampled
 from kvasir.worker.engine import Engine
 from kvasir.worker.metrics import WorkerMetrics
-from kvasir.worker.service.convert import sampling_proto
-from kvasir.worker.service.requests import Peer, read_logprobs
-from kvasir.worker.transfer.check import Expected, Fault, FrameCheck, Outcome
+from kvasir.worker.service.requests import Peer
+from kvasir.worker.transfer.check import PEER_FAULTS, Expected, Fault, FrameCheck, Outcome
 from kvasir.worker.transfer.frames import Frame, FrameError, decode
 from kvasir.worker.transfer.layout import Identity, num_blocks
 from kvasir.worker.transfer.peers import REFUSAL_METADATA, Peers
@@ -50,6 +50,8 @@ class _Complete:
 
     sampled: Sampled
     holder_cached_tokens: int
+    queue_seconds: float
+    compute_seconds: float
 
 
 def worth_pulling(num_tokens: int, num_cached_tokens: int, block_size: int) -> bool:
@@ -82,7 +84,7 @@ class Receiver:
         the request goes away.
         """
         started = self._clock()
-        ending: _Complete | Fault = Fault(Outcome.BROKEN, "an error on this side")
+        ending: _Complete | Fault = Fault(Outcome.INTERNAL, "an error on this side")
         try:
             ending = await self._pull(request, peer, num_cached_tokens)
         except asyncio.CancelledError:
@@ -94,6 +96,7 @@ class Receiver:
     def _end(self, request: Request, peer: Peer, ending: _Complete | Fault, seconds: float) -> None:
         if isinstance(ending, _Complete):
             self._metrics.transfer_ended(Outcome.OK, seconds)
+            self._metrics.holder_times(ending.queue_seconds, ending.compute_seconds)
             self._engine.finish_receive(
                 request.request_id, ending.sampled, ending.holder_cached_tokens
             )
@@ -105,7 +108,16 @@ class Receiver:
             "KV transfer failed, computing the prompt here: %s request=%s peer=%s outcome=%s",
             *(ending.message, request.request_id, peer.worker_id, ending.outcome),
         )
-        self._engine.fail_receive(request.request_id)
+        self._engine.fail_receive(
+            request.request_id, peer_fault=self._is_peer_fault(request, ending.outcome)
+        )
+
+    @staticmethod
+    def _is_peer_fault(request: Request, outcome: Outcome) -> bool:
+        """A request whose own deadline has cut the transfer short accuses nobody."""
+        if outcome is Outcome.TIMEOUT and request.deadline is not None:
+            return time.time() < request.deadline
+        return outcome in PEER_FAULTS
 
     async def _pull(self, request: Request, peer: Peer, cached: int) -> _Complete | Fault:
         message = self._message(request, peer, cached)
@@ -159,7 +171,7 @@ class Receiver:
             request_id=request.request_id,
             token_ids=(*request.prompt_ids, *request.output_ids),
             num_output_tokens=len(request.output_ids),
-            sampling=sampling_proto(request.sampling),
+            sampling=request.sampling.to_proto(),
             cache_salt=request.cache_salt,
             priority=request.priority,
             num_cached_tokens=cached,
@@ -196,8 +208,14 @@ def _checked(data: bytes, check: FrameCheck) -> Frame | Fault:
 
 
 def _complete(result: kv_pb.PrefillResult) -> _Complete:
-    logprobs = read_logprobs(result.logprobs) if result.HasField("logprobs") else None
-    return _Complete(Sampled(result.token_id, logprobs), result.holder_cached_tokens)
+    asked = result.HasField("logprobs")
+    logprobs = TokenLogprobs.from_proto(result.logprobs) if asked else None
+    return _Complete(
+        Sampled(result.token_id, logprobs),
+        result.holder_cached_tokens,
+        result.queue_seconds,
+        result.compute_seconds,
+    )
 
 
 async def _done(commit: Future[bool]) -> bool:

@@ -1,0 +1,97 @@
+"""What every process of Kvasir does alike: log lines, its state file, how it names an address.
+
+The state file is how a process tells whoever started it where it stands. It is replaced by
+rename, so that a reader never sees half of it.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+Phase = Literal["starting", "loading", "ready", "draining"]
+
+
+class LineFormatter(logging.Formatter):
+    """``2026-01-01T00:00:00.000Z INFO kvasir.worker message key=value``, times in UTC.
+
+    A traceback follows its line; line breaks within a message are escaped.
+    """
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # name of the base
+        return super().formatMessage(record).replace("\n", "\\n")
+
+
+def configure_logging() -> None:
+    """One line each, on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a state file says.
+
+    ``epoch`` is a worker's. Addresses are host:port, set from phase ready on;
+    ``metrics_address`` where it differs from ``address``.
+    """
+
+    phase: Phase
+    pid: int
+    epoch: str | None = None
+    detail: str = ""
+    address: str | None = None
+    metrics_address: str | None = None
+
+
+class StateFile:
+    """Writes ``State`` to a path at each change; without a path, only remembers it."""
+
+    def __init__(self, path: Path | None, epoch: str | None = None) -> None:
+        """Raises OSError if the file cannot be written."""
+        self._path = path
+        self.state = State("starting", os.getpid(), epoch)
+        self._write()
+
+    def update(
+        self,
+        phase: Phase,
+        detail: str = "",
+        *,
+        address: str | None = None,
+        metrics_address: str | None = None,
+    ) -> None:
+        """An address that is not given stays as it was."""
+        self.state = replace(
+            self.state,
+            phase=phase,
+            detail=detail,
+            address=address or self.state.address,
+            metrics_address=metrics_address or self.state.metrics_address,
+        )
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        present = {key: value for key, value in asdict(self.state).items() if value is not None}
+        draft = self._path.with_name(f".{self._path.name}.{self.state.pid}")
+        draft.write_text(json.dumps(present) + "\n", encoding="utf-8")
+        draft.replace(self._path)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """host:port; an IPv6 address goes into brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
