@@ -168,9 +168,11 @@ class Size(Written):
 
     def schema(self) -> JsonSchemaValue:
         amount, text = "quantity(self)", "type(self) == string"
+        # Fractions of a byte are rounded up: any part of the first byte allowed is enough.
+        below = parse_bytes(self.least) - 1
         within = (
-            f"{amount}.compareTo(quantity('{self.least}')) >= 0 && "
-            f"{amount}.compareTo(quantity('{self.most}')) <= 0"
+            f"{amount}.isGreaterThan(quantity('{below}')) && "
+            f"!{amount}.isGreaterThan(quantity('{self.most}'))"
         )
         well_formed = matches(QUANTITY_PATTERN)
         return {
@@ -180,7 +182,7 @@ class Size(Written):
             "maxLength": _LONGEST_QUANTITY,
             **rules(
                 (f"!({text}) || {well_formed}", _NOT_A_SIZE),
-                (f"!({text} && {well_formed}) || {within}", _outside(self.least, self.most)),
+                (f"!({text} && {well_formed}) || ({within})", _outside(self.least, self.most)),
             ),
         }
 

@@ -7,7 +7,7 @@ comes from the objects in the cluster. Dump with ``dump``, which gives what the 
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from kvasir.operator.fields import Text
 from kvasir.operator.modelservice import Strict
@@ -20,7 +20,13 @@ Message = Annotated[str, Field(max_length=4096)]
 Words = Annotated[str, Field(max_length=256)]
 
 
-class Condition(Strict):
+class _Status(Strict):
+    """Built in code, by the names that Python has, and read back by those that YAML has."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+
+class Condition(_Status):
     """One aspect of the state, as in every Kubernetes resource."""
 
     type: Literal["Ready", "Available", "Progressing", "Degraded"]
@@ -49,7 +55,7 @@ Conditions = Annotated[
 ]
 
 
-class RoleStatus(Strict):
+class RoleStatus(_Status):
     """The pods of one role."""
 
     replicas: Count = 0
@@ -64,7 +70,7 @@ class RoleStatus(Strict):
     """The newest revision."""
 
 
-class Roles(Strict):
+class Roles(_Status):
     """The pods of each role."""
 
     prefill: RoleStatus = RoleStatus()
@@ -75,7 +81,7 @@ class Roles(Strict):
     """Routers, which take requests over HTTP."""
 
 
-class LastDecision(Strict):
+class LastDecision(_Status):
     """The last change of replicas that autoscaling decided, and why."""
 
     time: datetime
@@ -92,7 +98,7 @@ class LastDecision(Strict):
     """The signals that it rests on, by name; a bad one says so instead of a number."""
 
 
-class ModelServiceStatus(Strict):
+class ModelServiceStatus(_Status):
     """What there is. Written by the operator."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
@@ -105,7 +111,7 @@ class ModelServiceStatus(Strict):
     """Where the OpenAI HTTP API answers inside the cluster."""
 
 
-class WorkerPoolStatus(Strict):
+class WorkerPoolStatus(_Status):
     """What there is. Written by the operator."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
