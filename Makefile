@@ -13,7 +13,7 @@ ifneq ($(shell $(BIN)/python -c 'print("runs")' 2>/dev/null),runs)
 .PHONY: $(INSTALLED)
 endif
 
-.PHONY: help setup up test test-unit test-integration test-e2e cluster-binaries check format protos crds lock clean
+.PHONY: help setup up test test-unit test-integration test-e2e cluster cluster-binaries check format protos crds lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test-integration: $(INSTALLED) ## Run the tests with real processes on loopback
 
 test-e2e: $(INSTALLED) ## Run the whole stack on the real model
 	@$(BIN)/python -m pytest tests/e2e
+
+cluster: $(INSTALLED) ## Start a cluster with a real node to try things on, until Ctrl-C (root)
+	@PYTHONPATH=tests $(BIN)/python -m cluster
 
 cluster-binaries: $(INSTALLED) ## Find or build the Kubernetes that tests run against (once: 10-20 minutes)
 	@PYTHONPATH=tests $(BIN)/python -m cluster.binaries
