@@ -237,14 +237,22 @@ def test_a_pod_speaks_to_the_api_server_as_its_service_account(
     wait_until(lambda: pattern in log(), "the API server names the account", 60, log)
 
 
-def test_a_pod_runs_the_installed_project(kubectl: Kubectl, node_namespace: str) -> None:
-    script = "import torch, kvasir.worker.config; print(torch.ones(2).sum().item())"
-    pod = _pod("torch", node_namespace, command=[sys.executable, "-c", script])
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ([sys.executable, "-c", "import torch; print(torch.ones(2).sum().item())"], "2.0"),
+        (["kvasir-worker", "--help"], "--state-file"),
+    ],
+)
+def test_a_pod_runs_the_installed_project(
+    kubectl: Kubectl, node_namespace: str, command: list[str], printed: str
+) -> None:
+    pod = _pod("once", node_namespace, command=command)
     pod["spec"]["restartPolicy"] = "Never"
     kubectl.apply(pod)
     done = "--for=jsonpath={.status.phase}=Succeeded"
-    kubectl("wait", done, "pod/torch", f"--namespace={node_namespace}", _TIMEOUT)
-    assert kubectl("logs", "torch", f"--namespace={node_namespace}").strip() == "2.0"
+    kubectl("wait", done, "pod/once", f"--namespace={node_namespace}", _TIMEOUT)
+    assert printed in kubectl("logs", "once", f"--namespace={node_namespace}")
 
 
 def test_an_image_that_is_not_there_cannot_be_pulled(kubectl: Kubectl, node_namespace: str) -> None:
