@@ -1,4 +1,4 @@
-"""What every process of Kvasir does alike: log lines, its state file, how it names an address.
+"""What every process of Kvasir does alike: settings, log lines, its state file, addresses.
 
 The state file is how a process tells whoever started it where it stands. It is replaced by
 rename, so that a reader never sees half of it.
@@ -9,11 +9,48 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 Phase = Literal["starting", "loading", "ready", "draining"]
+
+
+SET_HELP = "change one setting of the file; VALUE is JSON, or else text; may be repeated"
+
+
+def override_settings(document: bytes, settings: Sequence[str]) -> bytes:
+    """A JSON document with what ``--set KEY=VALUE`` says over it.
+
+    A document that is no JSON object passes unchanged, so that its reader says what is wrong.
+
+    Raises:
+        ValueError: a setting is not KEY=VALUE; the message says which.
+    """
+    changes = dict(_setting(text) for text in settings)
+    try:
+        content = json.loads(document)
+    except ValueError:
+        return document
+    if not changes or not isinstance(content, dict):
+        return document
+    return json.dumps(content | changes).encode()
+
+
+def _setting(text: str) -> tuple[str, object]:
+    key, separator, value = text.partition("=")
+    if not key or not separator:
+        raise ValueError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value, parse_constant=_not_json)
+    except ValueError:
+        return key, value
+
+
+def _not_json(constant: str) -> NoReturn:
+    """Python reads NaN and Infinity; JSON has neither."""
+    raise ValueError(constant)
 
 
 class LineFormatter(logging.Formatter):

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 ApiKey = Annotated[str, Field(pattern=r"^\S+$")]
 """Neither empty, which anyone could send, nor with white space, which no header would carry."""
+
+_DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
 class Limits(BaseModel):
@@ -49,6 +51,16 @@ class Disaggregation(BaseModel):
     min_uncached_tokens: Annotated[int, Field(ge=1)] = 64
 
 
+class Kubernetes(BaseModel):
+    """Where in a cluster the workers are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    namespace: Annotated[str, Field(pattern=_DNS_LABEL)]
+    service: Annotated[str, Field(pattern=_DNS_LABEL)]
+    """A headless Service with a port named ``grpc``; its EndpointSlices say who there is."""
+
+
 class RouterConfig(BaseModel):
     """Everything that `kvasir-router` takes; unknown keys are refused by name."""
 
@@ -58,9 +70,11 @@ class RouterConfig(BaseModel):
     host: str = "127.0.0.1"
     """Address to listen on. Loopback, so that nothing is reachable by accident."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    workers_file: Path
+    workers_file: Path | None = None
     """JSON that the operator keeps up to date: {"workers": [{"id": ..., "address": "host:port"}]}.
     Written by rename, so that a reader never sees half of it."""
+    kubernetes: Kubernetes | None = None
+    """Instead of ``workers_file``: find the workers by asking the Kubernetes API."""
     limits: Limits = Limits()
     disaggregation: Disaggregation = Disaggregation()
     prefix_index_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024**2
@@ -71,5 +85,13 @@ class RouterConfig(BaseModel):
     """How long a new request waits for a worker to be ready; then 503."""
     replay_timeout: Annotated[float, Field(ge=0)] = 120.0
     """How long a request whose worker died waits for another; then an error event."""
+    drain_deadline: Annotated[float, Field(ge=0)] = 30.0
+    """How long open requests may go on after SIGTERM."""
     api_keys: tuple[ApiKey, ...] = ()
     """If any, each request needs one as a bearer token."""
+
+    @model_validator(mode="after")
+    def _one_way_to_find_workers(self) -> "RouterConfig":
+        if (self.workers_file is None) == (self.kubernetes is None):
+            raise ValueError("set exactly one of workers_file and kubernetes")
+        return self

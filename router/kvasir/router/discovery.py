@@ -1,6 +1,6 @@
-"""Which workers there are: the file that the operator keeps up to date.
+"""Which workers there are: what every source of them offers, and the file of the local runtime.
 
-``WorkersFile.poll`` is cheap enough to be called several times a second. A file that is
+A source's ``poll`` is cheap enough to be called several times a second. A source that is
 broken or gone leaves the last good list in force and is reported once, because a router
 that forgets its workers over a typo does more harm than one that is a moment behind.
 """
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -19,10 +19,38 @@ log = logging.getLogger("kvasir.router")
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """One worker: its stable name and the ``host:port`` of its Engine service."""
+    """One worker: its stable name and the ``host:port`` of its Engine service.
+
+    ``accepts``: whether it may be given requests, so far as its source knows. Those that it has
+    go on in any case.
+    """
 
     worker_id: str
     address: str
+    accepts: bool = True
+
+
+class WorkerSource(Protocol):
+    """Says which workers there are."""
+
+    async def start(self) -> None:
+        """Before the first poll. Raises SourceError if it can never be read."""
+        ...
+
+    def poll(self) -> tuple[WorkerAddress, ...] | None:
+        """The new list if there is one; None while the last one is still in force."""
+        ...
+
+    @property
+    def current(self) -> bool:
+        """Whether the last list is known to be still true."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class SourceError(Exception):
+    """Why workers can never be found; the message names the setting and the fix."""
 
 
 class _Entry(BaseModel):
@@ -69,6 +97,16 @@ class WorkersFile:
         self._stat = stat
         self._seen: tuple[int, int, int] | None = None
         self._complaint = ""
+
+    async def start(self) -> None:
+        """Nothing to prepare: a file that is missing means no workers yet."""
+
+    async def close(self) -> None:
+        """Nothing to end: no file stays open."""
+
+    @property
+    def current(self) -> bool:
+        return self._seen is not None and not self._complaint
 
     def poll(self) -> tuple[WorkerAddress, ...] | None:
         """The new list if there is one; None while the last one is still in force."""

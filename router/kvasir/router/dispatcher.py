@@ -22,14 +22,16 @@ from kvasir.router.contracts import (
     Refused,
     WorkerStatus,
 )
+from kvasir.router.discovery import WorkersFile, WorkerSource
 from kvasir.router.fleet import Fleet
+from kvasir.router.kube_discovery import KubernetesWorkers
 from kvasir.router.metrics import RouterMetrics
 from kvasir.router.placement import Placer
 from kvasir.router.serving import QUEUE_RETRY_AFTER, Serving
 
 
 class FleetDispatcher:
-    """Serves generations on the workers of the discovery file. See contracts.Dispatcher."""
+    """Serves generations on the workers that its source names. See contracts.Dispatcher."""
 
     def __init__(
         self,
@@ -43,13 +45,16 @@ class FleetDispatcher:
         self._config = config
         self._clock = clock
         self._metrics = RouterMetrics(registry)
-        self._fleet = Fleet(config, self._metrics, clock=clock, rng=rng)
+        self._fleet = Fleet(config, _source(config), self._metrics, clock=clock, rng=rng)
         self._placer = Placer(self._fleet, config.disaggregation, rng)
         self._in_flight = 0
 
     async def start(self) -> None:
-        """Begin to connect to the workers; requests may come at once and wait for them."""
-        self._fleet.start()
+        """Begin to connect to the workers; requests may come at once and wait for them.
+
+        Raises SourceError if they can never be found.
+        """
+        await self._fleet.start()
 
     async def close(self) -> None:
         """End all sessions. Close the iterators of ``generate`` first."""
@@ -101,11 +106,19 @@ class FleetDispatcher:
         return self._fleet.statuses()
 
 
+def _source(config: RouterConfig) -> WorkerSource:
+    if config.kubernetes is not None:
+        return KubernetesWorkers(config.kubernetes)
+    if config.workers_file is not None:
+        return WorkersFile(config.workers_file)
+    raise ValueError("the configuration names no source of workers")
+
+
 @asynccontextmanager
 async def running_dispatcher(
     config: RouterConfig, registry: CollectorRegistry
 ) -> AsyncIterator[FleetDispatcher]:
-    """A dispatcher that is started, and closed at the end."""
+    """A dispatcher that is started, and closed at the end. Raises SourceError."""
     dispatcher = FleetDispatcher(config, registry)
     await dispatcher.start()
     try:

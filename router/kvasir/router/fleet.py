@@ -4,8 +4,8 @@ Owns the members and all that is derived from what they say. Runs on one event l
 method is synchronous unless it waits for a worker.
 
 Invariants
-- A worker that left the discovery file, drains, fell silent or lost its session is out of
-  the pools before the next choice. What it still computes for us goes on.
+- A worker that left its source, is withheld by it, drains, fell silent or lost its session
+  is out of the pools before the next choice. What it still computes for us goes on.
 - A worker's index entries are those of its current epoch.
 - One model is served: the first one seen, as long as any listed worker has it. Workers with
   another model or tokenizer are connected but never chosen.
@@ -24,7 +24,7 @@ from kvasir.router.config import RouterConfig
 from kvasir.router.contracts import ModelCard, WorkerStatus
 from kvasir.router.convert import cache_events, group_of, role_of
 from kvasir.router.cost import Group
-from kvasir.router.discovery import WorkerAddress, WorkersFile
+from kvasir.router.discovery import WorkerAddress, WorkerSource
 from kvasir.router.member import Member
 from kvasir.router.metrics import RouterMetrics
 from kvasir.router.pools import Loads, Pools
@@ -44,6 +44,7 @@ class Fleet:
     def __init__(
         self,
         config: RouterConfig,
+        source: WorkerSource,
         metrics: RouterMetrics,
         *,
         clock: Callable[[], float],
@@ -55,7 +56,7 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
-        self._file = WorkersFile(config.workers_file)
+        self._source = source
         self._members: dict[str, Member] = {}
         self._served: Group | None = None
         self._card: ModelCard | None = None
@@ -68,8 +69,9 @@ class Fleet:
 
     # --- life ------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Read the discovery file and begin to connect."""
+    async def start(self) -> None:
+        """Begin to find workers and to connect. Raises SourceError."""
+        await self._source.start()
         self._tick()
         self._ticker = asyncio.create_task(self._run(), name="fleet")
         self._ticker.add_done_callback(report_crash)
@@ -79,6 +81,7 @@ class Fleet:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait([self._ticker])
+        await self._source.close()
         links = [m.link for m in self._members.values()] + list(self._retiring.values())
         retirements = list(self._retiring)
         await asyncio.gather(*(link.close() for link in links), *retirements)
@@ -90,7 +93,7 @@ class Fleet:
 
     def _tick(self) -> None:
         """What happens by the passing of time."""
-        listed = self._file.poll()
+        listed = self._source.poll()
         if listed is not None:
             self.set_workers(listed)
         now = self._clock()
@@ -104,6 +107,7 @@ class Fleet:
             self.refresh(member)
             in_flight = self._metrics.worker_in_flight.labels(member.worker_id)
             in_flight.set(member.load.in_flight)
+        self._metrics.discovery_current.set(self._source.current)
         self.index.tick()
         self._metrics.index_bytes.set(self.index.bytes_used)
         self._metrics.index_blocks.set(self.index.num_blocks)
@@ -113,23 +117,30 @@ class Fleet:
 
     def set_workers(self, listed: tuple[WorkerAddress, ...]) -> None:
         """Connect to new workers, part from those that are gone or have moved."""
-        wanted = {worker.worker_id: worker.address for worker in listed}
+        wanted = {worker.worker_id: worker for worker in listed}
         for member in list(self._members.values()):
-            if wanted.get(member.worker_id) != member.address:
+            worker = wanted.get(member.worker_id)
+            if worker is None or worker.address != member.address:
                 self._part(member)
-        for worker_id, address in wanted.items():
-            if worker_id not in self._members:
-                link = WorkerLink(
-                    worker_id,
-                    address,
-                    self._config.router_id,
-                    self,
-                    clock=self._clock,
-                    rng=self._rng,
-                )
-                self._members[worker_id] = Member(worker_id, address, link)
-                self._metrics.resyncs.labels(worker_id)
-                link.start()
+        for worker in wanted.values():
+            member = self._members.get(worker.worker_id) or self._join(worker)
+            member.withheld = not worker.accepts
+            self.refresh(member)
+
+    def _join(self, worker: WorkerAddress) -> Member:
+        link = WorkerLink(
+            worker.worker_id,
+            worker.address,
+            self._config.router_id,
+            self,
+            clock=self._clock,
+            rng=self._rng,
+        )
+        member = Member(worker.worker_id, worker.address, link)
+        self._members[worker.worker_id] = member
+        self._metrics.resyncs.labels(worker.worker_id)
+        link.start()
+        return member
 
     def _part(self, member: Member) -> None:
         log.info("worker left worker=%s address=%s", member.worker_id, member.address)

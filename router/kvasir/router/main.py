@@ -12,16 +12,24 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from kvasir.proto.process import StateFile, configure_logging, join_host_port
+from kvasir.proto.process import (
+    SET_HELP,
+    StateFile,
+    configure_logging,
+    join_host_port,
+    override_settings,
+)
 from kvasir.router.api.app import build_app
 from kvasir.router.api.server import Runner
 from kvasir.router.config import RouterConfig
+from kvasir.router.discovery import SourceError
 from kvasir.router.dispatcher import running_dispatcher
 
 _EXIT_UNUSABLE = 2
@@ -40,25 +48,30 @@ def main() -> int:
         prog="kvasir-router", description="Serve the OpenAI API in front of workers."
     )
     parser.add_argument("--config", type=Path, required=True, help="JSON of RouterConfig")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
     parser.add_argument("--state-file", type=Path, help="where to say how far the start-up is")
     args = parser.parse_args()
     configure_logging()
     try:
-        config = read_config(args.config)
+        config = read_config(args.config, args.set)
         state = _open_state_file(args.state_file)
         asyncio.run(_serve(config, state))
-    except StartError as error:
+    except (StartError, SourceError) as error:
         print(f"kvasir-router: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
         return _EXIT_UNUSABLE
     return 0
 
 
-def read_config(path: Path) -> RouterConfig:
-    """Raises StartError, which names each bad field."""
+def read_config(path: Path, settings: Sequence[str] = ()) -> RouterConfig:
+    """The file's settings with ``settings`` over them; StartError names each bad one."""
     try:
-        return RouterConfig.model_validate_json(path.read_bytes())
+        document = override_settings(path.read_bytes(), settings)
+    except ValueError as error:
+        raise StartError(f"--set {error}") from error
     except OSError as error:
         raise StartError(f"--config {path}: {error.strerror}") from error
+    try:
+        return RouterConfig.model_validate_json(document)
     except ValidationError as error:
         faults = "; ".join(
             f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
@@ -75,7 +88,7 @@ def _open_state_file(path: Path | None) -> StateFile:
 
 
 async def _serve(config: RouterConfig, state: StateFile) -> None:
-    """Serve until told to stop. Raises StartError."""
+    """Serve until told to stop. Raises StartError or SourceError."""
     stop = _stop_on_signals()
     registry = CollectorRegistry()
     async with running_dispatcher(config, registry) as dispatcher:

@@ -22,6 +22,9 @@ class Member:
     group: Group | None = None
     role: Role = "both"
     draining: bool = False
+    """What it says of itself."""
+    withheld: bool = False
+    """Whether its source tells not to give it requests."""
     silent: bool = False
     breaker_until: float = 0.0
     report: pb.LoadReport = field(default_factory=pb.LoadReport)
@@ -31,7 +34,7 @@ class Member:
             role=self.role,
             connected=self.link.is_open,
             silent=self.silent,
-            draining=self.draining,
+            draining=self.draining or self.withheld,
             breaker_open=now < self.breaker_until,
         )
 
@@ -42,7 +45,7 @@ class Member:
             return "connecting"
         if self.silent or not self.link.is_open:
             return "lost"
-        return "draining" if self.draining else "ready"
+        return "draining" if self.draining or self.withheld else "ready"
 
     def status(self) -> WorkerStatus:
         report = self.report

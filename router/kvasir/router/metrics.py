@@ -65,6 +65,12 @@ class RouterMetrics:
             ["worker"],
             registry=registry,
         )
+        self.discovery_current = Gauge(
+            "kvasir_router_discovery_current",
+            "1 while the list of workers is known to be true; 0 while the last known one is used "
+            "because its source cannot be read.",
+            registry=registry,
+        )
         self.workers = Gauge(
             "kvasir_router_workers",
             "Known workers by state.",

@@ -14,14 +14,20 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
-from kvasir.proto.process import StateFile, configure_logging, join_host_port
+from kvasir.proto.process import (
+    SET_HELP,
+    StateFile,
+    configure_logging,
+    join_host_port,
+    override_settings,
+)
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.health import Health, HealthServer
 
@@ -47,11 +53,12 @@ def main() -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="kvasir-worker", description="Serve a model over gRPC.")
     parser.add_argument("--config", type=Path, required=True, help="JSON of WorkerConfig")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
     parser.add_argument("--state-file", type=Path, help="where to say how far the start-up is")
     args = parser.parse_args()
     configure_logging()
     try:
-        config = read_config(args.config)
+        config = read_config(args.config, args.set)
         epoch = str(uuid.uuid4())
         state = _open_state_file(args.state_file, epoch)
         asyncio.run(_Process(config, state, epoch).run())
@@ -61,12 +68,16 @@ def main() -> int:
     return 0
 
 
-def read_config(path: Path) -> WorkerConfig:
-    """Raises StartError, which names each bad field."""
+def read_config(path: Path, settings: Sequence[str] = ()) -> WorkerConfig:
+    """The file's settings with ``settings`` over them; StartError names each bad one."""
     try:
-        return WorkerConfig.model_validate_json(path.read_bytes())
+        document = override_settings(path.read_bytes(), settings)
+    except ValueError as error:
+        raise StartError(f"--set {error}") from error
     except OSError as error:
         raise StartError(f"--config {path}: {error.strerror}") from error
+    try:
+        return WorkerConfig.model_validate_json(document)
     except ValidationError as error:
         faults = "; ".join(_describe(fault) for fault in error.errors(include_url=False))
         raise StartError(f"--config {path}: {faults}") from error

@@ -21,9 +21,6 @@ from kvasir.router.config import Limits
 
 logger = logging.getLogger("kvasir.router.http")
 
-SHUTDOWN_SECONDS = 30.0
-"""How long open requests may go on after the router stops to accept."""
-
 _SEND_BUFFER = 128 * 1024
 """Bytes that the kernel is asked to hold for a client. By default it holds megabytes, and a
 slow client could read for minutes before any of it shows here."""
@@ -35,7 +32,7 @@ class Runner(web.AppRunner):
     """A server for ``app``. A client that leaves cancels its handler, whatever it awaits."""
 
     def __init__(self, app: web.Application) -> None:
-        super().__init__(app, shutdown_timeout=SHUTDOWN_SECONDS)
+        super().__init__(app, shutdown_timeout=app[API].config.drain_deadline)
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

@@ -1,0 +1,138 @@
+"""The routers of a ModelService as Kubernetes objects. Pure.
+
+There is one Deployment of routers, changed in place: routers hold no state, so that the
+Deployment controller's own rolling update loses nothing.
+"""
+
+import math
+from typing import Any
+
+from kvasir.operator.cluster import names, overlay
+from kvasir.operator.cluster.pods import (
+    Container,
+    Installation,
+    Object,
+    compute_resources,
+    config_text,
+    digest,
+    metadata,
+    pod_spec,
+)
+from kvasir.operator.modelservice import ModelService
+
+GRACE_SECONDS = 15
+"""Between the end of the drain and the end of the process, before the kubelet kills it."""
+LEAVE_SECONDS = 5
+"""A stopping router goes on to accept for so long: proxies hear of its end a moment later."""
+
+_CONFIG_FILE = "router.json"
+
+
+def router_deployment(service: ModelService, installation: Installation, replicas: int) -> Object:
+    template = _template(service, installation)
+    template["metadata"]["labels"][names.POD_REVISION_LABEL] = digest(template)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(service, names.router(service.name)),
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": names.selector(service.name, "router")},
+            "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "template": template,
+        },
+    }
+
+
+def router_config_map(service: ModelService) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(service, names.router(service.name)),
+        "data": {_CONFIG_FILE: config_text(_config(service))},
+    }
+
+
+def router_service(service: ModelService) -> Object:
+    """Where clients send their requests."""
+    port = {"name": "http", "port": names.SERVICE_PORT, "targetPort": "http", "protocol": "TCP"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(service, service.name),
+        "spec": {"selector": names.selector(service.name, "router"), "ports": [port]},
+    }
+
+
+def router_access(service: ModelService) -> tuple[Object, Object, Object]:
+    """ServiceAccount, Role and RoleBinding: read the EndpointSlices of the own namespace."""
+    name = names.router(service.name)
+    own = _metadata(service, name)
+    group = "rbac.authorization.k8s.io"
+    rule = {
+        "apiGroups": ["discovery.k8s.io"],
+        "resources": ["endpointslices"],
+        "verbs": ["get", "list", "watch"],
+    }
+    account = {"kind": "ServiceAccount", "name": name, "namespace": service.metadata.namespace}
+    return (
+        {
+            "apiVersion": "v1",
+            "kind": "ServiceAccount",
+            "metadata": own,
+            "automountServiceAccountToken": False,
+        },
+        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": own, "rules": [rule]},
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": own,
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+            "subjects": [account],
+        },
+    )
+
+
+def _metadata(service: ModelService, name: str) -> Object:
+    return metadata(service, name, names.labels(service.name, "router", "router"))
+
+
+def _template(service: ModelService, installation: Installation) -> Object:
+    """The pod template, but for the label that names its revision."""
+    container = Container(
+        name="router",
+        image=installation.router_image,
+        config_file=_CONFIG_FILE,
+        settings={"router_id": "$(POD_NAME)", "host": "0.0.0.0"},
+        ports={"http": names.HTTP_PORT},
+        probed_port="http",
+        # Not /ready: without any worker, routers hold requests until one comes.
+        ready_path="/health",
+        resources=dict(compute_resources(service.spec.router.resources)),
+        extra={"lifecycle": {"preStop": {"sleep": {"seconds": LEAVE_SECONDS}}}},
+    )
+    grace = math.ceil(service.spec.rollout.drain_deadline) + GRACE_SECONDS + LEAVE_SECONDS
+    name = names.router(service.name)
+    spec = pod_spec(container, config_map=name, account=name, grace_seconds=grace)
+    spec["automountServiceAccountToken"] = True
+    base = {
+        "metadata": {
+            "labels": names.labels(service.name, "router", "router"),
+            "annotations": {names.CONFIG_HASH_ANNOTATION: digest(_config(service))},
+        },
+        "spec": spec,
+    }
+    return overlay.merge(base, service.spec.router.template or {})
+
+
+def _config(service: ModelService) -> dict[str, Any]:
+    """RouterConfig but for what differs between routers."""
+    return {
+        "port": names.HTTP_PORT,
+        "kubernetes": {
+            "namespace": service.metadata.namespace,
+            "service": names.workers(service.name),
+        },
+        "disaggregation": service.spec.disaggregation.model_dump(),
+        "drain_deadline": service.spec.rollout.drain_deadline,
+    }

@@ -1,0 +1,256 @@
+"""The workers of a ModelService as Kubernetes objects. Pure.
+
+Each role has one Deployment for each revision of its pods. A Deployment's template never
+changes: what would change it changes its name, so that the operator decides when pods go, and
+not the Deployment controller. What the two revisions of a worker name:
+
+- ``revision``, the same for both roles: workers with equal ones exchange KV.
+- ``pod_revision``, of one role: template and configuration. Replicas are no part of it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from kvasir.operator.cluster import names, overlay
+from kvasir.operator.cluster.pods import (
+    Container,
+    Installation,
+    Object,
+    compute_resources,
+    config_text,
+    digest,
+    metadata,
+    pod_spec,
+)
+from kvasir.operator.modelservice import API_VERSION, ModelService, Role
+from kvasir.operator.plan import revision
+from kvasir.operator.workerpool import KIND as POOL_KIND
+from kvasir.operator.workerpool import WorkerRole
+
+GRACE_SECONDS = 15
+"""Between the end of the drain and the end of the process, before the kubelet kills it."""
+MODEL_FOLDER = "/models"
+
+_CONFIG_FILE = "worker.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRevision:
+    """All pods of a role that are alike: their Deployment but for its replicas."""
+
+    role: WorkerRole
+    name: str
+    """Of the Deployment and its ConfigMap."""
+    revision: str
+    pod_revision: str
+    config_map: Object
+    _deployment: Object
+
+    def deployment(self, replicas: int) -> Object:
+        """A fresh Deployment of ``replicas`` pods."""
+        spec = {"replicas": replicas, **self._deployment["spec"]}
+        return {**self._deployment, "spec": spec}
+
+
+def worker_revision(
+    service: ModelService, role: WorkerRole, installation: Installation
+) -> WorkerRevision:
+    """The revision of a role's pods that the ModelService asks for now."""
+    kv_revision = revision(service)
+    text = config_text(_config(service, role, kv_revision))
+    content = [_template(service, role, installation, ""), text]
+    pod_revision = digest(content)
+    name = names.deployment(service.name, role, pod_revision)
+    marks = {names.REVISION_LABEL: kv_revision, names.POD_REVISION_LABEL: pod_revision}
+    own = metadata(service, name, names.labels(service.name, "worker", role) | marks)
+    template = _template(service, role, installation, name)
+    template["metadata"]["labels"] |= marks
+    selected = names.role_selector(service.name, role) | {names.POD_REVISION_LABEL: pod_revision}
+    return WorkerRevision(
+        role=role,
+        name=name,
+        revision=kv_revision,
+        pod_revision=pod_revision,
+        config_map={
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": own,
+            "immutable": True,
+            "data": {_CONFIG_FILE: text},
+        },
+        _deployment={
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": own,
+            "spec": {"selector": {"matchLabels": selected}, "template": template},
+        },
+    )
+
+
+def worker_pool(service: ModelService, role: WorkerRole, replicas: int) -> Object:
+    """What is scaled. ``replicas`` is the number to create it with, or to keep."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": POOL_KIND,
+        "metadata": metadata(
+            service,
+            names.pool(service.name, role),
+            names.labels(service.name, "worker", role),
+        ),
+        "spec": {"modelService": service.name, "role": role, "replicas": replicas},
+    }
+
+
+def workers_service(service: ModelService) -> Object:
+    """Headless: routers read its EndpointSlices to know each worker and its condition."""
+    ports = {"grpc": names.GRPC_PORT, "metrics": names.METRICS_PORT}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(
+            service, names.workers(service.name), names.labels(service.name, "worker")
+        ),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": False,
+            "selector": names.selector(service.name, "worker"),
+            "ports": [
+                {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+                for name, port in ports.items()
+            ],
+        },
+    }
+
+
+def worker_account(service: ModelService) -> Object:
+    """Without a token: workers never ask the API server."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(
+            service, names.worker_account(service.name), names.labels(service.name, "worker")
+        ),
+        "automountServiceAccountToken": False,
+    }
+
+
+def worker_network_policy(service: ModelService, installation: Installation) -> Object:
+    """Nobody reaches a worker but this service's workers and routers, and the operator.
+
+    Workers trust who reaches them: routers have checked the API keys.
+    """
+    peers: list[Object] = [
+        {"podSelector": {"matchLabels": names.selector(service.name, component)}}
+        for component in ("router", "worker")
+    ]
+    if installation.operator_namespace is not None:
+        peers.append(
+            {
+                "namespaceSelector": {
+                    "matchLabels": {"kubernetes.io/metadata.name": installation.operator_namespace}
+                },
+                "podSelector": {"matchLabels": names.OPERATOR_LABELS},
+            }
+        )
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(
+            service, names.workers(service.name), names.labels(service.name, "worker")
+        ),
+        "spec": {
+            "podSelector": {"matchLabels": names.selector(service.name, "worker")},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {
+                    "from": peers,
+                    "ports": [
+                        {"port": port, "protocol": "TCP"}
+                        for port in (names.GRPC_PORT, names.METRICS_PORT)
+                    ],
+                }
+            ],
+        },
+    }
+
+
+def _role(service: ModelService, role: WorkerRole) -> Role:
+    return service.spec.prefill if role == "prefill" else service.spec.decode
+
+
+def _template(
+    service: ModelService, role: WorkerRole, installation: Installation, config_map: str
+) -> Object:
+    """The pod template, but for the labels that name its revision."""
+    wanted = _role(service, role)
+    container = Container(
+        name="worker",
+        image=installation.worker_image,
+        config_file=_CONFIG_FILE,
+        settings={"worker_id": "$(POD_NAME)", "host": "$(POD_IP)"},
+        ports={"grpc": names.GRPC_PORT, "metrics": names.METRICS_PORT},
+        probed_port="metrics",
+        ready_path="/ready",
+        resources=_resources(wanted),
+        extra={},
+    )
+    grace = math.ceil(service.spec.rollout.drain_deadline) + GRACE_SECONDS
+    spec = pod_spec(container, config_map, names.worker_account(service.name), grace)
+    spec["automountServiceAccountToken"] = False
+    if (claim := _claim(service)) is not None:
+        _mount_model(spec, claim)
+    base = {"metadata": {"labels": names.labels(service.name, "worker", role)}, "spec": spec}
+    return overlay.merge(base, wanted.template or {})
+
+
+def _resources(role: Role) -> Object:
+    resources = compute_resources(role.resources)
+    if role.accelerator is not None:
+        # Extended resources are not overcommitted: the request is the limit.
+        count = {role.accelerator.resource_name: str(role.accelerator.count)}
+        resources["limits"] = resources.get("limits", {}) | count
+    return dict(resources)
+
+
+def _claim(service: ModelService) -> str | None:
+    """The PersistentVolumeClaim that holds the model."""
+    scheme, _, rest = service.spec.model.source.partition("://")
+    return rest.partition("/")[0] if scheme == "pvc" else None
+
+
+def _mount_model(spec: Object, claim: str) -> None:
+    source = {"claimName": claim, "readOnly": True}
+    spec["volumes"].append({"name": "model", "persistentVolumeClaim": source})
+    mount = {"name": "model", "mountPath": MODEL_FOLDER, "readOnly": True}
+    spec["containers"][0]["volumeMounts"].append(mount)
+
+
+def _model_url(source: str) -> str:
+    """Where the worker finds the model in its pod."""
+    scheme, _, rest = source.partition("://")
+    if scheme != "pvc":
+        return source
+    return f"file://{MODEL_FOLDER}/{quote(rest.partition('/')[2])}"
+
+
+def _config(service: ModelService, role: WorkerRole, kv_revision: str) -> dict[str, Any]:
+    """WorkerConfig but for what differs between the pods of a role."""
+    model, engine = service.spec.model, service.spec.engine
+    return {
+        "role": role,
+        "port": names.GRPC_PORT,
+        "metrics_port": names.METRICS_PORT,
+        "revision": kv_revision,
+        "model": _model_url(model.source),
+        "served_name": service.served_name,
+        "max_model_len": model.max_model_len,
+        "dtype": model.dtype,
+        "block_size": engine.block_size,
+        "kv_cache_memory": engine.kv_cache_memory,
+        "max_batched_tokens": engine.max_batched_tokens,
+        "max_running_requests": engine.max_running_requests,
+        "prefix_caching": engine.prefix_caching,
+        "drain_deadline": service.spec.rollout.drain_deadline,
+    }
