@@ -13,7 +13,7 @@ ifneq ($(shell $(BIN)/python -c 'print("runs")' 2>/dev/null),runs)
 .PHONY: $(INSTALLED)
 endif
 
-.PHONY: help setup up test test-unit test-integration test-e2e cluster cluster-binaries check format protos crds lock clean
+.PHONY: help setup up test test-unit test-integration test-e2e cluster cluster-binaries check format protos crds images lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ protos: $(INSTALLED) ## Generate the protobuf stubs
 
 crds: $(INSTALLED) ## Generate the CustomResourceDefinitions from the typed resources
 	@$(BIN)/python -m kvasir.operator.crd charts/kvasir/crds
+
+images: ## Build the images of operator, router and worker (needs buildah; REGISTRY=... and BASE=... work)
+	@sh deploy/docker/build.sh
 
 lock: $(INSTALLED) ## Resolve dependencies anew into requirements.lock
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
