@@ -83,7 +83,7 @@ def namespace(kubectl: "Kubectl") -> Iterator[str]:
     name = f"test-{secrets.token_hex(4)}"
     kubectl("create", "namespace", name)
     yield name
-    kubectl("delete", "namespace", name, "--wait=false")
+    kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +105,7 @@ def node_namespace(node_cluster: "NodeCluster") -> Iterator[str]:
     name = f"test-{secrets.token_hex(4)}"
     node_cluster.kubectl("create", "namespace", name)
     yield name
-    node_cluster.kubectl("delete", "namespace", name, "--wait=false")
+    node_cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 def pytest_terminal_summary(

@@ -69,8 +69,13 @@ def parse(text: str) -> ModelService:
     try:
         return ModelService.model_validate(document)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        raise ManifestError(*dict.fromkeys(_problem(detail) for detail in details)) from None
+        raise ManifestError(*problems_of(error)) from None
+
+
+def problems_of(error: ValidationError) -> tuple[str, ...]:
+    """What is wrong with a ModelService, one line each."""
+    details = error.errors(include_url=False)
+    return tuple(dict.fromkeys(_problem(detail) for detail in details))
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,0 +1,59 @@
+"""What the operator watches: each change of an object calls for a step of its ModelService.
+
+kopf keeps the watches. Only its plain event handlers are used: these put neither finalizers nor
+annotations on objects, so that any of them can be deleted also while no operator runs.
+"""
+
+from typing import Any
+
+import kopf
+
+from kvasir.operator.cluster import names
+from kvasir.operator.cluster.queue import Key, Queue
+from kvasir.operator.modelservice import API_VERSION
+
+_GROUP, _VERSION = API_VERSION.split("/")
+_OWNED = (
+    ("", "v1", "configmaps"),
+    ("", "v1", "pods"),
+    ("", "v1", "serviceaccounts"),
+    ("", "v1", "services"),
+    ("apps", "v1", "deployments"),
+    ("networking.k8s.io", "v1", "networkpolicies"),
+    ("policy", "v1", "poddisruptionbudgets"),
+    ("rbac.authorization.k8s.io", "v1", "rolebindings"),
+    ("rbac.authorization.k8s.io", "v1", "roles"),
+)
+"""Group, version and plural; those that are not ours are filtered out by the API server."""
+
+
+def registry(queue: Queue) -> kopf.OperatorRegistry:
+    """Handlers that put what changed into the queue."""
+    made = kopf.OperatorRegistry()
+
+    async def service_changed(namespace: str | None, name: str | None, **_: Any) -> None:
+        queue.add(Key(namespace or "", name or ""))
+
+    async def object_changed(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+        if service := labels.get(names.SERVICE_LABEL):
+            queue.add(Key(namespace or "", service))
+
+    async def login(**known: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**known) or kopf.login_with_kubeconfig(**known)
+
+    kopf.on.login(registry=made)(login)
+    kopf.on.event(_GROUP, _VERSION, "modelservices", registry=made)(service_changed)
+    kopf.on.event(_GROUP, _VERSION, "workerpools", registry=made)(object_changed)
+    for resource in _OWNED:
+        kopf.on.event(*resource, registry=made)(object_changed)
+    return made
+
+
+def settings() -> kopf.OperatorSettings:
+    """Watches only what the operator made, posts and writes nothing by itself."""
+    made = kopf.OperatorSettings()
+    made.posting.enabled = False
+    made.scanning.disabled = True
+    for resource in _OWNED:
+        made.watching.label_selectors[resource] = f"{names.MANAGED_BY_LABEL}={names.OPERATOR}"
+    return made

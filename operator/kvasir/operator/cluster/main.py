@@ -1,0 +1,201 @@
+"""The `kvasir-operator` process: its arguments, start-up, leadership, health and metrics.
+
+0   stopped by SIGTERM or SIGINT
+1   the lease was lost: whatever starts it again makes it a candidate
+2   could not start: one line on stderr says what to mend
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import kopf
+from aiohttp import web
+from kubernetes.aio import client as kubernetes
+from kubernetes.aio import config as kubernetes_config
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kvasir.operator.cluster import handlers
+from kvasir.operator.cluster.client import Cluster
+from kvasir.operator.cluster.lease import Lease, LeaseLostError, lead
+from kvasir.operator.cluster.objects import Installation
+from kvasir.operator.cluster.queue import Queue
+from kvasir.operator.cluster.reconcile import Reconciler
+from kvasir.operator.cluster.workers import PodWorkers, Workers
+from kvasir.proto.process import configure_logging
+
+_EXIT_LEASE_LOST = 1
+_EXIT_UNUSABLE = 2
+_TOKEN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+_log = logging.getLogger("kvasir.operator")
+
+
+class StartError(Exception):
+    """Why the operator cannot start; the message names the argument and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the operator is told."""
+
+    installation: Installation
+    lease: Lease
+    namespaces: tuple[str, ...] = ()
+    """Whose ModelServices it keeps; none: those of all namespaces."""
+    host: str = "0.0.0.0"
+    port: int = 8080
+    """Of /healthz, /readyz and /metrics."""
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    configure_logging()
+    logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of each event that it handles
+    try:
+        return asyncio.run(_run(parse(sys.argv[1:])))
+    except StartError as error:
+        print(f"kvasir-operator: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
+        return _EXIT_UNUSABLE
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """The options of a command line."""
+    parser = argparse.ArgumentParser(
+        prog="kvasir-operator", description="Keep the ModelServices of a Kubernetes cluster."
+    )
+    add = parser.add_argument
+    add("--namespace", action="append", default=[], help="keep only this one; may be repeated")
+    add("--worker-image", required=True, help="image of workers")
+    add("--router-image", required=True, help="image of routers")
+    add("--host", default="0.0.0.0", help="address of health and metrics")
+    add("--port", type=int, default=8080, help="port of health and metrics (%(default)s)")
+    add("--lease-namespace", help="where the leader's Lease is; default: the operator's own")
+    add("--lease-name", default="kvasir-operator", help="its name (%(default)s)")
+    add("--lease-seconds", type=float, default=15.0, help="a leader silent for so long is replaced")
+    found = parser.parse_args(arguments)
+    own = _own_namespace()
+    lease_namespace = found.lease_namespace or own
+    if lease_namespace is None:
+        raise StartError("--lease-namespace: needed outside a cluster; name a namespace")
+    identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4()}"
+    return Options(
+        installation=Installation(found.worker_image, found.router_image, own),
+        lease=Lease(lease_namespace, found.lease_name, identity, found.lease_seconds),
+        namespaces=tuple(found.namespace),
+        host=found.host,
+        port=found.port,
+    )
+
+
+async def run(options: Options, workers: Workers) -> None:
+    """Serve health and metrics, become the leader, and keep ModelServices until cancelled.
+
+    Raises:
+        LeaseLostError: another operator may lead now.
+        StartError: there is no way to an API server, or the port is taken.
+    """
+    metrics = CollectorRegistry()
+    leading = Gauge("kvasir_operator_leader", "1 if this operator acts", registry=metrics)
+    async with _served(options, metrics), Cluster(await _api(), metrics) as cluster:
+        reconciler = Reconciler(cluster, workers, options.installation, metrics)
+
+        async def keep() -> None:
+            leading.set(1)
+            queue = Queue(reconciler)
+            reconciling = asyncio.create_task(queue.run())
+            try:
+                await kopf.operator(
+                    registry=handlers.registry(queue),
+                    settings=handlers.settings(),
+                    standalone=True,
+                    clusterwide=not options.namespaces,
+                    namespaces=options.namespaces,
+                )
+            finally:
+                reconciling.cancel()
+                await asyncio.wait([reconciling])
+
+        await lead(cluster, options.lease, keep)
+
+
+async def _run(options: Options) -> int:
+    workers = PodWorkers()
+    work = asyncio.ensure_future(run(options, workers))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Until it leads: from then on kopf, which ends by itself.
+        loop.add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        return 0
+    except LeaseLostError as error:
+        _log.error("%s", error)
+        return _EXIT_LEASE_LOST
+    finally:
+        await workers.close()
+    return 0
+
+
+@asynccontextmanager
+async def _served(options: Options, metrics: CollectorRegistry) -> AsyncIterator[None]:
+    """Health and metrics over HTTP, also of an operator that waits to lead."""
+
+    async def health(_: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    async def expose(_: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=generate_latest(metrics), headers=headers)
+
+    app = web.Application()
+    app.add_routes(
+        [web.get("/healthz", health), web.get("/readyz", health), web.get("/metrics", expose)]
+    )
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, options.host, options.port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise StartError(f"--port {options.port}: {error.strerror}; choose another") from error
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def _api() -> kubernetes.ApiClient:
+    """The API server of the pod's own cluster, or the one that $KUBECONFIG names."""
+    configuration = kubernetes.Configuration()
+    try:
+        if _own_namespace() is not None:
+            kubernetes_config.load_incluster_config(client_configuration=configuration)
+        else:
+            await kubernetes_config.load_kube_config(client_configuration=configuration)
+    except kubernetes_config.ConfigException as error:
+        raise StartError(f"no cluster: {error}; set KUBECONFIG") from error
+    return kubernetes.ApiClient(configuration)
+
+
+def _own_namespace() -> str | None:
+    """The pod's namespace; None outside a cluster."""
+    try:
+        return _TOKEN_NAMESPACE.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

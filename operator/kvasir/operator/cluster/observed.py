@@ -1,0 +1,280 @@
+"""What was seen of one ModelService: frozen data, and how it is read from API objects. Pure.
+
+Owns the meaning of what other controllers write: when a pod is ready, and why one is not. Decides
+nothing. Raw objects stay reachable by ``Reference``, for comparison with what is wanted.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from kvasir.operator.cluster import names
+from kvasir.operator.cluster.names import (
+    GROUP,
+    POD_REVISION_LABEL,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    SERVICE_LABEL,
+    WORKER_ROLES,
+)
+from kvasir.operator.workerpool import WorkerRole
+
+Object = Mapping[str, Any]
+
+APPLIED_REPLICAS = f"{GROUP}/applied-replicas"
+"""On a WorkerPool: the ModelService's own number that was written to it last."""
+DRAINING_SINCE = f"{GROUP}/draining-since"
+"""On a worker's pod: when it was told to drain."""
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+"""https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost"""
+
+WRONG_CONFIGURATION = 2
+"""Exit code of a worker or router that refuses its configuration."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Reference:
+    """Names an object within the namespace of its ModelService."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a pod does not become ready without help. ``reason`` is one word in CamelCase."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """``deployment`` is the one that it belongs to; times are seconds since the Unix epoch."""
+
+    name: str
+    role: str
+    deployment: str
+    revision: str = ""
+    ready: bool = False
+    terminating: bool = False
+    scheduled: bool = True
+    address: str = ""
+    created: float = 0.0
+    draining_since: float | None = None
+    condemned: bool = False
+    """Whether its deletion cost makes it the next one to go."""
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """``replicas`` is what is asked of it now; of none of its pods it is known whether they are."""
+
+    name: str
+    role: str
+    revision: str = ""
+    replicas: int = 0
+    fault: Fault | None = None
+    """Why it cannot create pods."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A WorkerPool. ``applied`` is what was written of the ModelService's own number last."""
+
+    role: WorkerRole
+    replicas: int
+    applied: str | None
+    generation: int = 0
+    status: Object = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What one worker says of itself."""
+
+    running: int
+    waiting: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What workers and routers answered; whoever did not answer is absent.
+
+    ``routers``: router pod -> worker pod -> the worker's state as that router sees it.
+    """
+
+    loads: Mapping[str, WorkerLoad] = field(default_factory=dict)
+    routers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything in the cluster that belongs to one ModelService."""
+
+    objects: Mapping[Reference, Object]
+    deployments: tuple[Deployment, ...] = ()
+    pods: tuple[Pod, ...] = ()
+    pools: tuple[Pool, ...] = ()
+    fleet: Fleet = Fleet()
+
+    def of(self, role: str) -> tuple[Deployment, ...]:
+        return tuple(each for each in self.deployments if each.role == role)
+
+    @property
+    def workers(self) -> tuple[Deployment, ...]:
+        return tuple(each for each in self.deployments if each.role in WORKER_ROLES)
+
+    def pods_of(self, role: str, deployment: str | None = None) -> tuple[Pod, ...]:
+        """Pods of a role, or of one of its Deployments; the terminating ones too."""
+        return tuple(
+            pod
+            for pod in self.pods
+            if pod.role == role and (deployment is None or pod.deployment == deployment)
+        )
+
+    def pool(self, role: str) -> Pool | None:
+        return next((pool for pool in self.pools if pool.role == role), None)
+
+
+def observe(items: Iterable[Object]) -> Observed:
+    """Reads API objects of one ModelService, of every kind."""
+    objects = {reference(item): item for item in items}
+    by_kind: dict[str, list[Object]] = {}
+    for key, item in sorted(objects.items()):
+        by_kind.setdefault(key.kind, []).append(item)
+    return Observed(
+        objects={key: item for key, item in objects.items() if key.kind != "Pod"},
+        deployments=tuple(_deployment(item) for item in by_kind.get("Deployment", ())),
+        pods=tuple(_pod(item) for item in by_kind.get("Pod", ())),
+        pools=tuple(_pool(item) for item in by_kind.get("WorkerPool", ())),
+    )
+
+
+def reference(item: Object) -> Reference:
+    return Reference(item["kind"], item["metadata"]["name"])
+
+
+def seconds(time: str) -> float:
+    """Seconds since the Unix epoch of an RFC 3339 time."""
+    return datetime.fromisoformat(time).timestamp()
+
+
+def _labels(item: Object) -> Mapping[str, str]:
+    found: Mapping[str, str] = item["metadata"].get("labels") or {}
+    return found
+
+
+def _annotations(item: Object) -> Mapping[str, str]:
+    found: Mapping[str, str] = item["metadata"].get("annotations") or {}
+    return found
+
+
+def _condition(item: Object, kind: str) -> Object:
+    conditions = item.get("status", {}).get("conditions") or ()
+    return next((each for each in conditions if each["type"] == kind), {})
+
+
+def _deployment(item: Object) -> Deployment:
+    failure = _condition(item, "ReplicaFailure")
+    refused = failure.get("status") == "True"
+    return Deployment(
+        name=item["metadata"]["name"],
+        role=_labels(item).get(ROLE_LABEL, ""),
+        revision=_labels(item).get(REVISION_LABEL, ""),
+        replicas=item["spec"].get("replicas", 1),
+        fault=Fault("PodsRefused", failure.get("message", "")) if refused else None,
+    )
+
+
+def _pool(item: Object) -> Pool:
+    return Pool(
+        role=item["spec"]["role"],
+        replicas=item["spec"]["replicas"],
+        applied=_annotations(item).get(APPLIED_REPLICAS),
+        generation=item["metadata"].get("generation", 0),
+        status=item.get("status") or {},
+    )
+
+
+def _pod(item: Object) -> Pod:
+    metadata, status = item["metadata"], item.get("status", {})
+    since = _annotations(item).get(DRAINING_SINCE)
+    over = status.get("phase") in ("Succeeded", "Failed")
+    return Pod(
+        name=metadata["name"],
+        role=_labels(item).get(ROLE_LABEL, ""),
+        deployment=_deployment_of(_labels(item)),
+        revision=_labels(item).get(REVISION_LABEL, ""),
+        ready=_condition(item, "Ready").get("status") == "True",
+        terminating="deletionTimestamp" in metadata or over,
+        scheduled=bool(item["spec"].get("nodeName")),
+        address=status.get("podIP", ""),
+        created=seconds(metadata["creationTimestamp"]),
+        draining_since=_draining_since(since),
+        condemned=_annotations(item).get(DELETION_COST, "0").startswith("-"),
+        fault=_fault(item),
+    )
+
+
+def _deployment_of(labels: Mapping[str, str]) -> str:
+    service, revision = labels.get(SERVICE_LABEL, ""), labels.get(POD_REVISION_LABEL, "")
+    match labels.get(ROLE_LABEL):
+        case "prefill" | "decode" as role:
+            return names.deployment(service, role, revision)
+        case _:
+            return names.router(service)
+
+
+def _draining_since(text: str | None) -> float | None:
+    """A time that cannot be read, since someone edited it, counts as none: the drain restarts."""
+    try:
+        return None if text is None else seconds(text)
+    except ValueError:
+        return None
+
+
+_PULL_FAILURES = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
+)
+_CREATE_FAILURES = frozenset(
+    {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+)
+
+
+def _fault(item: Object) -> Fault | None:
+    scheduled = _condition(item, "PodScheduled")
+    if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
+        return Fault("Unschedulable", scheduled.get("message", ""))
+    status = item.get("status", {})
+    for container in (
+        *(status.get("initContainerStatuses") or ()),
+        *(status.get("containerStatuses") or ()),
+    ):
+        if fault := _container_fault(container):
+            return fault
+    return None
+
+
+def _container_fault(container: Object) -> Fault | None:
+    state = container.get("state", {})
+    waiting, ended = state.get("waiting", {}), state.get("terminated", {})
+    last = ended or container.get("lastState", {}).get("terminated", {})
+    reason, message = waiting.get("reason", ""), waiting.get("message", "")
+    if reason in _PULL_FAILURES:
+        return Fault("ImagePullFailed", message or f"image {container['image']}: {reason}")
+    if reason in _CREATE_FAILURES:
+        return Fault("ContainerNotCreated", message or reason)
+    if not (ended or reason == "CrashLoopBackOff") or not last.get("exitCode"):
+        return None
+    words = (last.get("message") or "").strip() or message
+    if last["exitCode"] == WRONG_CONFIGURATION:
+        return Fault("ConfigurationRefused", words)
+    cause = "OutOfMemory" if last.get("reason") == "OOMKilled" else "CrashLooping"
+    return Fault(cause, f"exit code {last['exitCode']}" + (f": {words}" if words else ""))

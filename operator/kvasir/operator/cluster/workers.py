@@ -1,0 +1,113 @@
+"""The only module that talks to the workers and routers of a ModelService.
+
+Whoever does not answer in time is absent from the answer; what that means is the plan's part.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from time import time
+from typing import Protocol
+
+import aiohttp
+import grpc
+
+from kvasir.operator.cluster.names import GRPC_PORT, HTTP_PORT, METRICS_PORT
+from kvasir.operator.cluster.observed import Fleet, Pod, WorkerLoad
+from kvasir.operator.signals import WorkerSample, parse_worker
+from kvasir.proto.process import join_host_port
+from kvasir.proto.v1 import engine_pb2 as pb
+from kvasir.proto.v1 import engine_pb2_grpc as rpc
+
+_TIMEOUT = 3.0
+"""Seconds for each question."""
+
+_log = logging.getLogger("kvasir.operator")
+
+
+class Workers(Protocol):
+    """Effects on, and answers of, what runs in the pods."""
+
+    async def observe(self, pods: Sequence[Pod]) -> Fleet:
+        """Asks all workers and routers among the pods, at the same time."""
+        ...
+
+    async def drain(self, pod: Pod) -> None:
+        """Tells a worker to refuse new requests. One that does not answer is told again later."""
+        ...
+
+    async def undrain(self, pod: Pod) -> None:
+        """Tells a worker to accept requests again. One that does not answer needs no telling."""
+        ...
+
+
+class PodWorkers:
+    """The workers and routers at the pods' addresses. Close it when done."""
+
+    def __init__(self) -> None:
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT))
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def observe(self, pods: Sequence[Pod]) -> Fleet:
+        reachable = [pod for pod in pods if pod.address and not pod.terminating]
+        workers = [pod for pod in reachable if pod.role != "router"]
+        routers = [pod for pod in reachable if pod.role == "router"]
+        loads, views = await asyncio.gather(
+            asyncio.gather(*map(self._load, workers)), asyncio.gather(*map(self._view, routers))
+        )
+        return Fleet(
+            loads={pod.name: load for pod, load in zip(workers, loads, strict=True) if load},
+            routers={
+                pod.name: view for pod, view in zip(routers, views, strict=True) if view is not None
+            },
+        )
+
+    async def drain(self, pod: Pod) -> None:
+        try:
+            async with grpc.aio.insecure_channel(_engine(pod)) as channel:
+                await rpc.EngineStub(channel).Drain(pb.DrainRequest(), timeout=_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            _log.warning("not told to drain worker=%s error=%s", pod.name, error.code().name)
+
+    async def undrain(self, pod: Pod) -> None:
+        try:
+            async with grpc.aio.insecure_channel(_engine(pod)) as channel:
+                await rpc.EngineStub(channel).Undrain(pb.UndrainRequest(), timeout=_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            _log.warning("not told to go on worker=%s error=%s", pod.name, error.code().name)
+
+    async def _load(self, pod: Pod) -> WorkerLoad | None:
+        """None: no answer, or one that leaves open whether requests run."""
+        try:
+            async with grpc.aio.insecure_channel(_engine(pod)) as channel:
+                info = await rpc.EngineStub(channel).GetInfo(pb.GetInfoRequest(), timeout=_TIMEOUT)
+            text = await self._get(pod, METRICS_PORT, "/metrics")
+        except (grpc.aio.AioRpcError, aiohttp.ClientError, TimeoutError, ValueError):
+            return None
+        sample = parse_worker(text, time())
+        if not isinstance(sample, WorkerSample):
+            return None
+        running, waiting = sample.running, sample.waiting
+        if not isinstance(running, float) or not isinstance(waiting, float):
+            return None
+        return WorkerLoad(int(running), int(waiting), info.draining)
+
+    async def _view(self, pod: Pod) -> dict[str, str] | None:
+        """Worker to state, as a router sees it."""
+        try:
+            found = json.loads(await self._get(pod, HTTP_PORT, "/workers"))
+            return {worker["worker_id"]: worker["state"] for worker in found}
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+            return None
+
+    async def _get(self, pod: Pod, port: int, path: str) -> str:
+        url = f"http://{join_host_port(pod.address, port)}{path}"
+        async with self._http.get(url, raise_for_status=True) as answer:
+            return await answer.text()
+
+
+def _engine(pod: Pod) -> str:
+    return join_host_port(pod.address, GRPC_PORT)

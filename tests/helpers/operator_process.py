@@ -1,0 +1,50 @@
+"""`kvasir-operator` over pods in which nothing runs: workers and routers are played.
+
+For control planes whose node `FakeNode` plays. A worker here has no requests, and routers see at
+once who drains. Everything else is the real operator: ``python -m helpers.operator_process``
+takes its arguments.
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from kvasir.operator.cluster.lease import LeaseLostError
+from kvasir.operator.cluster.main import parse, run
+from kvasir.operator.cluster.observed import Fleet, Pod, WorkerLoad
+from kvasir.proto.process import configure_logging
+
+
+class IdleWorkers:
+    """Workers without requests; a pod that is not ready does not answer."""
+
+    def __init__(self) -> None:
+        self._draining: set[str] = set()
+
+    async def observe(self, pods: Sequence[Pod]) -> Fleet:
+        ready = [pod for pod in pods if pod.ready and not pod.terminating]
+        workers = [pod.name for pod in ready if pod.role != "router"]
+        states = {name: "draining" if name in self._draining else "ready" for name in workers}
+        return Fleet(
+            loads={name: WorkerLoad(0, 0, name in self._draining) for name in workers},
+            routers={pod.name: states for pod in ready if pod.role == "router"},
+        )
+
+    async def drain(self, pod: Pod) -> None:
+        self._draining.add(pod.name)
+
+    async def undrain(self, pod: Pod) -> None:
+        self._draining.discard(pod.name)
+
+
+def main() -> int:
+    configure_logging()
+    try:
+        asyncio.run(run(parse(sys.argv[1:]), IdleWorkers()))
+    except LeaseLostError:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
