@@ -57,6 +57,12 @@ class WorkerMetrics:
             buckets=_ITL_BUCKETS,
             registry=self.registry,
         ).labels(model_name)
+        self._generated = Counter(
+            "vllm:generation_tokens_total",
+            "Tokens that this worker gave to routers.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
         self._transfers = Counter(
             "kvasir_kv_transfer_total",
             "KV transfers that this worker received, by how they ended.",
@@ -82,9 +88,11 @@ class WorkerMetrics:
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
+        self._generated.inc()
 
     def next_token(self, seconds: float) -> None:
         self._itl.observe(seconds)
+        self._generated.inc()
 
     def transfer_ended(self, outcome: Outcome, seconds: float) -> None:
         self._transfers.labels(outcome.value).inc()
@@ -116,12 +124,23 @@ class _EngineCollector(Collector):
                 "KV blocks in use; 1 is all of them.",
                 load.kv_blocks_used / total,
             ),
+            (
+                "kvasir_worker_queued_prefill_tokens",
+                "Prompt tokens accepted and not yet computed.",
+                load.queued_prefill_tokens,
+            ),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
         counters = (
+            # Each admitted prompt is looked up once, so both counters are the same number here.
+            (
+                "vllm:prompt_tokens",
+                "Prompt tokens of admitted requests, cached ones among them.",
+                load.prefix_query_tokens,
+            ),
             (
                 "vllm:prefix_cache_queries",
                 "Prompt tokens looked up in the prefix cache.",
