@@ -64,7 +64,13 @@ def exponentials(keys: Tensor, vocab: int) -> Tensor:
         keys: int64 [N].
     """
     steps = torch.arange(1, vocab + 1, device=keys.device) * _GOLDEN
-    bits = keys[:, None] + steps
+    # A CPU keeps one row's temporaries in its cache; a GPU wants few large operations.
+    rows = 1 if keys.device.type == "cpu" else len(keys)
+    return torch.cat([_exponentials(part[:, None] + steps) for part in keys.split(rows)])
+
+
+def _exponentials(bits: Tensor) -> Tensor:
+    """SplitMix64's output for each state, as an exponential; ``bits`` is overwritten."""
     bits ^= (bits >> 30) & _ones(34)  # a logical shift: torch's keeps the sign
     bits *= _MIX[0]
     bits ^= (bits >> 27) & _ones(37)
