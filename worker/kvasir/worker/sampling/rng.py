@@ -66,7 +66,7 @@ def exponentials(keys: Tensor, vocab: int) -> Tensor:
     steps = torch.arange(1, vocab + 1, device=keys.device) * _GOLDEN
     # A CPU keeps one row's temporaries in its cache; a GPU wants few large operations.
     rows = 1 if keys.device.type == "cpu" else len(keys)
-    return torch.cat([_exponentials(part[:, None] + steps) for part in keys.split(rows)])
+    return torch.cat([_exponentials(part[:, None] + steps) for part in torch.split(keys, rows)])
 
 
 def _exponentials(bits: Tensor) -> Tensor:
