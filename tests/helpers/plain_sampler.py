@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvasir.worker.contracts import SampleSpec
-from kvasir.worker.sampling.rng import uniforms
+from kvasir.worker.sampling.rng import stream_keys
 
 
 def adjusted_row(logits: np.ndarray, spec: SampleSpec, eos_ids: frozenset[int]) -> np.ndarray:
@@ -53,12 +53,21 @@ def distribution(logits: np.ndarray, spec: SampleSpec, eos_ids: frozenset[int]) 
     return np.asarray(weights / weights.sum())
 
 
-def draw(probabilities: np.ndarray, spec: SampleSpec) -> int:
-    """Walk the tokens in id order until the random number is passed."""
-    number = uniforms([spec.params.seed], [spec.index])[0]
-    running = 0.0
-    for token, probability in enumerate(probabilities):
-        running += probability
-        if probability > 0 and running > number:
-            return token
-    return int(np.nonzero(probabilities)[0][-1])
+def scores(probabilities: np.ndarray, spec: SampleSpec) -> np.ndarray:
+    """Log probability plus Gumbel noise, float64 [vocab]; the token of the greatest is drawn."""
+    key = int(stream_keys([spec.params.seed], [spec.index])[0])
+    uniform = np.array([(bits >> 11) + 0.5 for bits in splitmix64(key, len(probabilities))]) / 2**53
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(probabilities) - np.log(-np.log1p(-uniform)))
+
+
+def splitmix64(state: int, count: int) -> list[int]:
+    """The first outputs of SplitMix64, as its authors write it, in whole numbers."""
+    mask = 2**64 - 1
+    outputs = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        bits = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+        outputs.append(bits ^ (bits >> 31))
+    return outputs

@@ -16,12 +16,14 @@ class RouterStub:
     """``get``: path to body; ``completions``: one list of raw SSE lines for each request.
 
     ``window``: the most messages of one request; a longer conversation is refused.
+    ``api_key``: if set, requests without it are refused.
     """
 
     get: dict[str, Any] = field(default_factory=dict)
     completions: list[list[str]] = field(default_factory=list)
     status: int = 200
     window: int | None = None
+    api_key: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -35,16 +37,27 @@ def chunk(content: str) -> str:
 def running(stub: RouterStub) -> Iterator[RouterStub]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if not self._let_in():
+                return
             self._send(200 if self.path in stub.get else 404, json.dumps(stub.get.get(self.path)))
 
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
-            stub.requests.append(json.loads(self.rfile.read(length)))
+            request = json.loads(self.rfile.read(length))
+            if not self._let_in():
+                return
+            stub.requests.append(request)
             if stub.window is not None and len(stub.requests[-1]["messages"]) > stub.window:
                 self._send(400, json.dumps({"error": TOO_LONG}))
                 return
             lines = stub.completions.pop(0)
             self._send(stub.status, "".join(f"{line}\n\n" for line in lines))
+
+        def _let_in(self) -> bool:
+            known = not stub.api_key or self.headers["Authorization"] == f"Bearer {stub.api_key}"
+            if not known:
+                self._send(401, json.dumps({"error": {"message": "send a valid API key"}}))
+            return known
 
         def _send(self, status: int, body: str) -> None:
             self.send_response(status)

@@ -12,7 +12,7 @@ from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.router.config import Disaggregation
 from kvasir.router.contracts import TokenEvent
-from kvasir.router.prefix_index import SPECULATION_SECONDS
+from kvasir.router.speculation import SPECULATION_SECONDS
 
 
 async def test_gap_in_events_makes_one_resync(stage: Stage) -> None:

@@ -159,6 +159,23 @@ def test_a_killed_worker_leaves_the_file_and_comes_back_with_a_new_address(tmp_p
         assert after["standin-prefill-0"] != before["standin-prefill-0"]
 
 
+def test_a_deleted_state_directory_stops_nothing(tmp_path: Path) -> None:
+    with runtime_of(tmp_path) as runtime:
+        step_until(runtime, lambda _: runtime.ready, "ready")
+        for file in (tmp_path / "standin").iterdir():
+            if file.name != "lock":
+                file.unlink()
+        victim = next(p for p in children() if "prefill" in " ".join(p.cmdline()))
+        victim.kill()
+        events = step_until(runtime, bool, "exit is seen")
+        assert events == [Exited("standin-prefill-0", -signal.SIGKILL, "", 0.5)]
+        step_until(
+            runtime,
+            lambda _: (tmp_path / "standin" / "standin-prefill-0.state.json").exists(),
+            "it is started again",
+        )
+
+
 def test_configuration_error_stops_everything(tmp_path: Path) -> None:
     with runtime_of(tmp_path, decode={"exit_code": 2}) as runtime:
         events = step_until(runtime, lambda _: runtime.finished, "stopped")

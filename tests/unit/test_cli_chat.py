@@ -50,6 +50,15 @@ def test_one_question(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_api_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVASIR_API_KEY", "s3cret")
+    stub = router([chunk("Paris"), DONE])
+    stub.api_key = "s3cret"
+    with running(stub):
+        assert run(cli, ["chat", "Capital of France?", "--url", stub.url]) == 0
+    assert capsys.readouterr().out == "Paris\n"
+
+
 def test_several_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     type_lines(monkeypatch, "one\n\n  \ntwo")
     with running(router([chunk("1"), DONE], [chunk("2"), DONE])) as stub:

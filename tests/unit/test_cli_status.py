@@ -105,6 +105,25 @@ def test_several_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a on http://127.0.0.1:1, b on http://127.0.0.1:2" in line
 
 
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_api_key(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(RouterStub(get={"/workers": [worker()]}, api_key="s3cret")) as router:
+        arguments = ["status", "--url", router.url]
+        if how == "option":
+            arguments += ["--api-key", "s3cret"]
+        else:
+            monkeypatch.setenv("KVASIR_API_KEY", "s3cret")
+        assert run(cli, arguments) == 0
+
+
+def test_no_api_key_and_none_that_could_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(RouterStub(get={"/workers": [worker()]}, api_key="s3cret")) as router:
+        assert run(cli, ["status", "--url", router.url]) == 1
+        assert "send a valid API key (HTTP 401)" in capsys.readouterr().err
+        assert run(cli, ["status", "--url", router.url, "--api-key", "a\r\nb"]) == 2
+        assert "--api-key" in capsys.readouterr().err
+
+
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with running(RouterStub()) as router:
         pass

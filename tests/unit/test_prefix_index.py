@@ -7,15 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvasir.router.prefix_index import (
-    BLOCK_BYTES,
-    SPECULATION_SECONDS,
-    CacheEvent,
-    Cleared,
-    PrefixIndex,
-    Removed,
-    Stored,
-)
+from kvasir.router.block_masks import BLOCK_BYTES
+from kvasir.router.prefix_index import CacheEvent, Cleared, PrefixIndex, Removed, Stored
+from kvasir.router.speculation import SPECULATION_SECONDS
 
 MIB = 1024**2
 
@@ -148,6 +142,36 @@ def test_speculation_dies_with_the_epoch_and_ignores_unknown_workers(index: Pref
     index.reset_worker("a")
     index.speculate("nobody", chain(1))
     assert index.match(chain(1)) == {}
+
+
+def test_a_new_worker_does_not_inherit_the_guesses_of_a_lost_one(
+    index: PrefixIndex, clock: Clock
+) -> None:
+    for name in ("d", "e", "f"):
+        index.speculate("a", chain(1))
+        index.remove_worker("a")
+        index.tick()
+        index.reset_worker(name)
+        assert index.match(chain(1)) == {}
+        index.reset_worker("a")
+    clock.now += SPECULATION_SECONDS
+    index.tick()
+    assert index.bytes_used == 0
+
+
+def test_no_call_walks_the_whole_index(clock: Clock) -> None:
+    """What is left of a worker that has gone is taken out in steps."""
+    index = PrefixIndex(64 * MIB, clock)
+    index.reset_worker("a")
+    index.apply("a", 1, [Stored(chain(*range(20_000)))])
+    index.remove_worker("a")
+    ticks = 0
+    while index.num_blocks:
+        before = index.num_blocks
+        index.tick()
+        ticks += 1
+        assert before - index.num_blocks <= 2000
+    assert ticks >= 10
 
 
 def test_unique_prompts_do_not_grow_it_beyond_its_bound(clock: Clock) -> None:

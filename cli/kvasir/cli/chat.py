@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvasir.cli.client import RefusedError, RouterClient, find_url, url_option
+from kvasir.cli.client import RefusedError, RouterChoice, RouterClient, router_options
 from kvasir.cli.errors import InvalidInput
 
 _TEMPERATURE = 0.2
@@ -26,7 +26,7 @@ Message = dict[str, str]
 
 @click.command()
 @click.argument("prompt", required=False)
-@url_option
+@router_options
 @click.option("--model", metavar="NAME", help="Served model. Default: the first one listed.")
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option(
@@ -43,7 +43,7 @@ Message = dict[str, str]
 )
 def chat(
     prompt: str | None,
-    url: str | None,
+    router: RouterChoice,
     model: str | None,
     system: str | None,
     max_tokens: int | None,
@@ -56,7 +56,7 @@ def chat(
     """
     if prompt is not None and not prompt.strip():
         raise InvalidInput("PROMPT is empty; write a question, or leave it out to converse")
-    client = RouterClient(find_url(url), timeout=_SILENCE)
+    client = router.client(timeout=_SILENCE)
     options = {
         "model": model or _first_model(client),
         "temperature": temperature,

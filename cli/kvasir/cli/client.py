@@ -4,12 +4,14 @@ Plain http.client: no proxy settings interfere on loopback, and Ctrl-C closes th
 which makes the router abort the request.
 """
 
+import functools
 import http.client
 import json
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import click
@@ -17,19 +19,42 @@ import click
 from kvasir.cli.errors import InvalidInput
 from kvasir.operator.local.address import NoRouterError, router_root, running_router, why_silent
 
-url_option = click.option(
-    "--url", metavar="URL", help="Router, as http://HOST:PORT. Default: the one running here."
-)
+Result = TypeVar("Result")
 
 
-def find_url(url: str | None) -> str:
-    """The router to talk to: ``url`` if given, else that of the only running instance."""
-    if url is not None:
-        return url
-    try:
-        return running_router(os.environ)
-    except NoRouterError as error:
-        raise click.ClickException(str(error)) from None
+@dataclass(frozen=True, slots=True)
+class RouterChoice:
+    """Which router to talk to, as the user said it. ``url`` None: the only running instance."""
+
+    url: str | None
+    api_key: str | None
+
+    def client(self, *, timeout: float = 10.0) -> "RouterClient":
+        """``timeout``: longest silence, in seconds."""
+        try:
+            url = running_router(os.environ) if self.url is None else self.url
+        except NoRouterError as error:
+            raise click.ClickException(str(error)) from None
+        return RouterClient(url, api_key=self.api_key, timeout=timeout)
+
+
+def router_options(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Adds --url and --api-key; the command gets them as one argument, ``router``."""
+
+    @click.option(
+        "--url", metavar="URL", help="Router, as http://HOST:PORT. Default: the one running here."
+    )
+    @click.option(
+        "--api-key",
+        metavar="KEY",
+        envvar="KVASIR_API_KEY",
+        help="For a router that asks for one. Better in $KVASIR_API_KEY, where nobody sees it.",
+    )
+    @functools.wraps(command)
+    def with_router(*, url: str | None, api_key: str | None, **options: Any) -> Result:
+        return command(router=RouterChoice(url, api_key), **options)
+
+    return with_router
 
 
 class RefusedError(click.ClickException):
@@ -43,12 +68,15 @@ class RefusedError(click.ClickException):
 class RouterClient:
     """One router. Every method raises click.ClickException when it gives no good answer."""
 
-    def __init__(self, url: str, *, timeout: float = 10.0) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 10.0) -> None:
         """``timeout``: longest silence, in seconds."""
         try:
             self.url = router_root(url)
         except ValueError as error:
             raise InvalidInput(f"--url {error}") from None
+        if api_key is not None and api_key.split() != [api_key]:
+            raise InvalidInput("--api-key must be one word; no router takes an empty or broken one")
+        self._headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         parts = urlsplit(self.url)
         self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path
         self._secure = parts.scheme == "https"
@@ -98,7 +126,7 @@ class RouterClient:
                 method,
                 self._prefix + path,
                 None if body is None else json.dumps(body),
-                {} if body is None else {"Content-Type": "application/json"},
+                self._headers | ({} if body is None else {"Content-Type": b"application/json"}),
             )
             with connection.getresponse() as response:
                 if response.status != http.HTTPStatus.OK:

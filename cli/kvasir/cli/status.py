@@ -6,20 +6,20 @@ from typing import Any
 import click
 from rich.table import Table
 
-from kvasir.cli.client import RouterClient, find_url, url_option
+from kvasir.cli.client import RouterChoice, router_options
 from kvasir.cli.console import output
 
 
 @click.command()
-@url_option
+@router_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(url: str | None, as_json: bool) -> None:
+def status(router: RouterChoice, as_json: bool) -> None:
     """Show each worker: role, state, requests running and waiting, KV use, prefix hit rate.
 
     KV USE counts blocks that running requests hold; the prefix cache fills what is left and
     is given up when room is needed.
     """
-    client = RouterClient(find_url(url))
+    client = router.client()
     workers = client.get("/workers")
     if as_json:
         click.echo(json.dumps({"url": client.url, "workers": workers}, indent=2))

@@ -91,11 +91,11 @@ class FleetDispatcher:
 
     def model(self) -> ModelCard | None:
         """The served model; None while no worker has ever been seen."""
-        return self._fleet.model()
+        return self._fleet.model.card()
 
     async def tokenizer_files(self) -> dict[str, bytes] | None:
         """File name to content of the model's tokenizer; None while none is known."""
-        return await self._fleet.tokenizer_files()
+        return await self._fleet.model.tokenizer_files()
 
     def ready(self) -> bool:
         """Whether a new request could be served now."""

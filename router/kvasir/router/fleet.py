@@ -7,8 +7,7 @@ Invariants
 - A worker that left its source, is withheld by it, drains, fell silent or lost its session
   is out of the pools before the next choice. What it still computes for us goes on.
 - A worker's index entries are those of its current epoch.
-- One model is served: the first one seen, as long as any listed worker has it. Workers with
-  another model or tokenizer are connected but never chosen.
+- Workers with another model than the served one (fleet_model) are connected but never chosen.
 
 Must not: submit requests (dispatcher) or weigh costs (cost, placement).
 """
@@ -21,10 +20,11 @@ from collections.abc import Callable
 
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.router.config import RouterConfig
-from kvasir.router.contracts import ModelCard, WorkerStatus
+from kvasir.router.contracts import WorkerStatus
 from kvasir.router.convert import cache_events, group_of, role_of
 from kvasir.router.cost import Group
 from kvasir.router.discovery import WorkerAddress, WorkerSource
+from kvasir.router.fleet_model import FleetModel
 from kvasir.router.member import Member
 from kvasir.router.metrics import RouterMetrics
 from kvasir.router.pools import Loads, Pools
@@ -58,10 +58,7 @@ class Fleet:
         self._rng = rng
         self._source = source
         self._members: dict[str, Member] = {}
-        self._served: Group | None = None
-        self._card: ModelCard | None = None
-        self._tokenizers: dict[str, dict[str, bytes]] = {}
-        self._tokenizer_lock = asyncio.Lock()
+        self.model = FleetModel(self._members)
         self._changed = asyncio.Event()
         self._retiring: dict[asyncio.Task[None], WorkerLink] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -164,7 +161,7 @@ class Fleet:
         """After any change of a member: its place and cost in the pools."""
         if member.group is None or self._members.get(member.worker_id) is not member:
             return
-        if not self._is_served(member.group):
+        if not self.model.is_served(member.group):
             self.pools.remove(member.worker_id)
             return
         standing = member.standing(self._clock())
@@ -199,67 +196,6 @@ class Fleet:
         member.draining = True
         self.refresh(member)
 
-    # --- the model -------------------------------------------------------------------------
-
-    def _is_served(self, group: Group) -> bool:
-        served = self._served
-        return served is not None and (group.model, group.tokenizer_hash) == (
-            served.model,
-            served.tokenizer_hash,
-        )
-
-    def _settle_model(self, member: Member, group: Group) -> None:
-        """Serve this member's model if nobody listed has the one served so far."""
-        others = (m.group for m in self._members.values() if m is not member)
-        if not any(other is not None and self._is_served(other) for other in others):
-            self._served = group
-        if not self._is_served(group):
-            log.warning(
-                "worker has another model, not used worker=%s model=%s",
-                member.worker_id,
-                group.model,
-            )
-
-    def model(self) -> ModelCard | None:
-        """The served model; what was last known while none of its workers is connected."""
-        infos = [
-            member.info
-            for member in self._members.values()
-            if member.info is not None
-            and member.group is not None
-            and self._is_served(member.group)
-        ]
-        if infos:
-            self._card = ModelCard(
-                name=infos[0].model,
-                max_model_len=min(info.max_model_len for info in infos),
-                vocab_size=min(info.vocab_size for info in infos),
-                block_size=infos[0].layout.block_size,
-                tokenizer_hash=infos[0].tokenizer_hash,
-            )
-        return self._card
-
-    async def tokenizer_files(self) -> dict[str, bytes] | None:
-        """Fetched once for each tokenizer hash; None while no worker can be asked."""
-        async with self._tokenizer_lock:
-            served = self._served
-            if served is None:
-                return None
-            if served.tokenizer_hash not in self._tokenizers:
-                files = await self._fetch_tokenizer()
-                if files is None:
-                    return None
-                self._tokenizers[served.tokenizer_hash] = files
-            return self._tokenizers[served.tokenizer_hash]
-
-    async def _fetch_tokenizer(self) -> dict[str, bytes] | None:
-        for member in list(self._members.values()):
-            if member.group is not None and self._is_served(member.group):
-                files = await member.link.fetch_tokenizer()
-                if files is not None:
-                    return files
-        return None
-
     # --- LinkListener ----------------------------------------------------------------------
 
     def objection(self, link: WorkerLink, info: pb.WorkerInfo) -> str | None:
@@ -287,7 +223,7 @@ class Fleet:
         member.silent = False
         member.breaker_until = 0.0
         member.load.report(0, 0)
-        self._settle_model(member, member.group)
+        self.model.settle(member, member.group)
         self.refresh(member)
 
     def closed(self, link: WorkerLink) -> None:

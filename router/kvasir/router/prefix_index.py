@@ -4,31 +4,31 @@ Owns everything that the router believes about the workers' prefix caches. Pure:
 the clock is passed in. Imports nothing of gRPC.
 
 Invariants
-- A set bit of a live worker means: its events said so (``_masks``), or a request with that
-  prefix was sent to it less than ``SPECULATION_SECONDS`` ago (``_guesses``); the sender
-  may say so again while the request waits.
+- A set bit of a live worker means: its events said so (block_masks), or a request with that
+  prefix was sent to it less than ``SPECULATION_SECONDS`` ago (speculation); the sender may
+  say so again while the request waits.
 - Events are applied in sequence without gaps. At a gap the caller is asked exactly once
   for a snapshot; until that is complete, later events wait in a buffer.
 - A worker that is removed, restarted or cleared loses its bit at once. A lost bit matches
-  nothing, and is given to another worker only after it was swept out of every mask.
+  nothing, and is given to another worker only after it was swept out of every mask, and
+  its guesses have ended.
+- A call's work is bounded by what it is given, whatever the index holds: sweeping goes in
+  steps. Only a dict that grows copies itself, as dicts do.
 - ``bytes_used`` stays within ``max_bytes``; the least recently used blocks go first, and of
   one chain the last block before the first, because a chain is found from its root only.
 """
 
 import heapq
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-SPECULATION_SECONDS = 2.0
-
-BLOCK_BYTES = 200
-"""Estimate for one block without its mask: a 32-byte hash (65), its ordered-dict slot (135)."""
-
-GUESS_BYTES = 250
-"""Estimate for one speculative (block, worker): tuple, hash, float and two dict slots."""
+from kvasir.router.block_masks import BlockMasks
+from kvasir.router.speculation import Guesses
 
 _SWEEP_STEP = 512
+"""Masks that are swept at each change of the index; twice as many at each tick. A step takes
+about half a millisecond."""
 _BUFFER_LIMIT = 65_536
 
 
@@ -70,33 +70,30 @@ class PrefixIndex:
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         self._max_bytes = max_bytes
-        self._clock = clock
         self._workers: dict[str, _Worker] = {}
         self._worker_of_bit: dict[int, str] = {}
         self._live = 0
         """Mask of all bits in use."""
-        self._masks: OrderedDict[bytes, int] = OrderedDict()
-        self._mask_bytes = 0
-        self._guesses: dict[bytes, int] = {}
-        self._guess_until: dict[tuple[bytes, int], float] = {}
-        self._guess_queue: deque[tuple[float, int, Sequence[bytes]]] = deque()
+        self._masks = BlockMasks()
+        self._guesses = Guesses(clock)
         self._free_bits: list[int] = []
         self._num_bits = 0
         self._lost = 0
         """Mask of bits that wait for the next sweep."""
-        self._sweeping = 0
-        """Mask of bits that the sweep under way takes out."""
-        self._sweep_keys: list[bytes] = []
+        self._swept = 0
+        """Mask of bits that are in no mask, but in guesses that have not ended."""
 
     # --- what the router asks --------------------------------------------------------------
 
     def match(self, chain: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of ``chain`` each worker has; workers with none are absent."""
         found: dict[str, int] = {}
+        young, old, guesses = self._masks.young, self._masks.old, self._guesses.masks
         alive = self._live
         depth = 0
         for block in chain:
-            holders = alive & (self._masks.get(block, 0) | self._guesses.get(block, 0))
+            told = young.get(block) or old.get(block, 0)
+            holders = alive & (told | guesses.get(block, 0))
             if holders != alive:
                 if depth:
                     self._note(found, alive ^ holders, depth)
@@ -106,9 +103,7 @@ class PrefixIndex:
             depth += 1
         if alive and depth:
             self._note(found, alive, depth)
-        for block in reversed(chain[:depth]):
-            if block in self._masks:
-                self._masks.move_to_end(block)
+        self._masks.use(reversed(chain[:depth]))
         return found
 
     @property
@@ -119,8 +114,7 @@ class PrefixIndex:
     @property
     def bytes_used(self) -> int:
         """Estimate of the memory held; bounded by ``max_bytes``."""
-        confirmed = len(self._masks) * BLOCK_BYTES + self._mask_bytes
-        return confirmed + len(self._guess_until) * GUESS_BYTES
+        return self._masks.bytes_used + self._guesses.bytes_used
 
     def _note(self, found: dict[str, int], mask: int, depth: int) -> None:
         for bit in _bits(mask):
@@ -186,7 +180,7 @@ class PrefixIndex:
         state.buffer.clear()
         state.next_sequence = sequence + 1
         self._replace_bit(worker, state)
-        self._store(state.bit, blocks)
+        self._masks.add(blocks, 1 << state.bit)
         missing = False
         for number, event in buffered:
             missing = self.apply(worker, number, (event,)) or missing
@@ -203,35 +197,11 @@ class PrefixIndex:
         state.next_sequence += 1
         match event:
             case Stored(block_hashes):
-                self._store(state.bit, block_hashes)
+                self._masks.add(block_hashes, 1 << state.bit)
             case Removed(block_hashes):
-                self._remove(state.bit, block_hashes)
+                self._masks.remove(block_hashes, 1 << state.bit)
             case Cleared():
                 self._replace_bit(worker, state)
-
-    def _store(self, bit: int, blocks: Sequence[bytes]) -> None:
-        flag = 1 << bit
-        for block in reversed(blocks):
-            old = self._masks.get(block, 0)
-            self._set_mask(block, old, old | flag)
-            self._masks.move_to_end(block)
-
-    def _remove(self, bit: int, blocks: Sequence[bytes]) -> None:
-        keep = ~(1 << bit)
-        for block in blocks:
-            old = self._masks.get(block)
-            if old is not None:
-                self._set_mask(block, old, old & keep)
-
-    def _set_mask(self, block: bytes, old: int, new: int) -> None:
-        """The one place where a mask changes, so that bytes are counted right."""
-        if old:
-            self._mask_bytes -= _int_bytes(old)
-        if new:
-            self._masks[block] = new
-            self._mask_bytes += _int_bytes(new)
-        else:
-            self._masks.pop(block, None)
 
     # --- speculation -----------------------------------------------------------------------
 
@@ -243,46 +213,23 @@ class PrefixIndex:
         state = self._workers.get(worker)
         if state is None:
             return
-        until = self._clock() + SPECULATION_SECONDS
-        for block in chain:
-            self._guesses[block] = self._guesses.get(block, 0) | 1 << state.bit
-            self._guess_until[block, state.bit] = until
-        self._guess_queue.append((until, state.bit, chain))
+        self._guesses.add(state.bit, chain)
         self._shrink()
-
-    def _forget_guess(self, block: bytes, bit: int) -> None:
-        if self._guess_until.pop((block, bit), None) is None:
-            return
-        mask = self._guesses[block] & ~(1 << bit)
-        if mask:
-            self._guesses[block] = mask
-        else:
-            del self._guesses[block]
-
-    def _drop_oldest_guesses(self) -> None:
-        until, bit, chain = self._guess_queue.popleft()
-        for block in chain:
-            # A later request with the same prefix keeps the guess alive.
-            if self._guess_until.get((block, bit), until + 1) <= until:
-                self._forget_guess(block, bit)
 
     # --- bounds ----------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Drop old speculation, go on with sweeping. Call it a few times a second."""
-        now = self._clock()
-        while self._guess_queue and self._guess_queue[0][0] <= now:
-            self._drop_oldest_guesses()
-        self._sweep(8 * _SWEEP_STEP)
+        """Drop speculation whose time is over, go on with sweeping. Call it often."""
+        self._guesses.expire()
+        self._sweep(2 * _SWEEP_STEP)
 
     def _shrink(self) -> None:
         """Keep within the bound; speculation may take a quarter of it."""
         self._sweep(_SWEEP_STEP)
-        while len(self._guess_until) * GUESS_BYTES > self._max_bytes // 4:
-            self._drop_oldest_guesses()
+        while self._guesses.bytes_used > self._max_bytes // 4:
+            self._guesses.drop_oldest()
         while self.bytes_used > self._max_bytes:
-            _, mask = self._masks.popitem(last=False)
-            self._mask_bytes -= _int_bytes(mask)
+            self._masks.drop_stalest()
 
     # --- bits ------------------------------------------------------------------------------
 
@@ -307,29 +254,15 @@ class PrefixIndex:
         state.bit = self._take_bit(worker)
 
     def _sweep(self, steps: int) -> None:
-        """Take lost bits out of ``steps`` masks, so that no call ever walks the whole index."""
-        if not self._sweeping:
-            if not self._lost:
-                return
-            self._sweeping, self._lost = self._lost, 0
-            self._sweep_keys = list(self._masks)
-            for block, bit in [k for k in self._guess_until if self._sweeping >> k[1] & 1]:
-                self._forget_guess(block, bit)
-        while self._sweep_keys and steps > 0:
-            block = self._sweep_keys.pop()
-            mask = self._masks.get(block, 0)
-            if mask & self._sweeping:
-                self._set_mask(block, mask, mask & ~self._sweeping)
-            steps -= 1
-        if not self._sweep_keys:
-            for bit in _bits(self._sweeping):
-                heapq.heappush(self._free_bits, bit)
-            self._sweeping = 0
-
-
-def _int_bytes(value: int) -> int:
-    """Memory of an int object: a header and 4 bytes for every 30 bits."""
-    return 24 + 4 * -(-value.bit_length() // 30)
+        """Take lost bits out of ``steps`` masks; those that are out of all may be used again."""
+        if self._lost and not self._masks.sweeping:
+            self._masks.begin_sweep(self._lost)
+            self._lost = 0
+        self._swept |= self._masks.sweep(steps)
+        unused = self._swept & ~self._guesses.bits
+        self._swept ^= unused
+        for bit in _bits(unused):
+            heapq.heappush(self._free_bits, bit)
 
 
 def _bits(mask: int) -> list[int]:

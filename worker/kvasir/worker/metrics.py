@@ -86,6 +86,19 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
+        self._holder_queue = Histogram(
+            "kvasir_kv_transfer_queue_seconds",
+            "Time that a received transfer waited for admission at the prefill worker.",
+            buckets=_TRANSFER_BUCKETS,
+            registry=self.registry,
+        )
+        self._holder_compute = Histogram(
+            "kvasir_kv_transfer_compute_seconds",
+            "Time from there to the first token at the prefill worker.",
+            buckets=_TRANSFER_BUCKETS,
+            registry=self.registry,
+        )
+
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
         self._generated.inc()
@@ -97,6 +110,11 @@ class WorkerMetrics:
     def transfer_ended(self, outcome: Outcome, seconds: float) -> None:
         self._transfers.labels(outcome.value).inc()
         self._transfer_seconds.observe(seconds)
+
+    def holder_times(self, queue_seconds: float, compute_seconds: float) -> None:
+        """As the prefill worker of a complete transfer tells them."""
+        self._holder_queue.observe(queue_seconds)
+        self._holder_compute.observe(compute_seconds)
 
     def transfer_sent(self, num_bytes: int) -> None:
         self._sent.inc(num_bytes)

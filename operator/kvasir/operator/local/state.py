@@ -101,6 +101,8 @@ class StateDirectory:
             yield
 
     def write_json(self, path: Path, content: object) -> None:
+        # Again, in case somebody tidied up: no reason to stop the service.
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.new")
         temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(path)

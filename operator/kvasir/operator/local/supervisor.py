@@ -68,11 +68,14 @@ class Supervised:
         return self._directory.read_state(self.process.id, self._popen.pid)
 
     def last_line(self) -> str:
-        """The last line that this process (not an earlier one of its id) logged."""
-        with self._directory.log_file(self.process.id).open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - _TAIL))
-            lines = log.read().decode(errors="replace").split("\n")
+        """The last line that this process (not an earlier one of its id) logged, or nothing."""
+        try:
+            with self._directory.log_file(self.process.id).open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - _TAIL))
+                lines = log.read().decode(errors="replace").split("\n")
+        except FileNotFoundError:  # somebody tidied up: no reason to stop the service
+            return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def terminate(self) -> None:

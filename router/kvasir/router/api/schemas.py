@@ -202,7 +202,7 @@ class SamplingFields(Strict):
     """Lower runs first."""
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     service_tier: str | None = None
 
 

@@ -1,6 +1,6 @@
 """One token per row of logits, for a whole batch at once.
 
-The random number of a row depends on its seed and output index alone, and every other
+The random numbers of a row depend on its seed and output index alone, and every other
 step treats rows apart; so a token depends on nothing but its own logits and request.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvasir.worker.contracts import Sampled, SampleSpec
 from kvasir.worker.sampling.adjust import adjust
 from kvasir.worker.sampling.logprobs import token_logprobs
-from kvasir.worker.sampling.rng import uniforms
+from kvasir.worker.sampling.rng import exponentials, stream_keys
 from kvasir.worker.sampling.truncate import truncate
 
 
@@ -42,17 +42,18 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], eos_ids: frozenset[int])
 
 
 def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """Inverse transform sampling, in token-id order and float64."""
+    """The Gumbel-max trick: each token has noise of its own, and the greatest sum is drawn.
+
+    The last bits of logits differ between batches. Here they matter only when two sums are that
+    close; on a cumulative distribution they would move the bounds of every token.
+    """
     params = [spec.params for spec in specs]
     temperature = torch.tensor([p.temperature for p in params], device=logits.device)
     # The greatest logit is moved to 0 first: a tiny temperature then overflows to -inf only.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-    cumulative = truncate(scaled, params).double().exp().cumsum(-1)
-    random = uniforms([p.seed for p in params], [spec.index for spec in specs])
-    # At most (1 - 2**-53) times the total, which rounds to less than the total: a sum is above.
-    target = torch.from_numpy(random).to(logits.device) * cumulative[:, -1]
-    # ``right`` skips tokens of no probability: the first sum above the target is taken.
-    tokens: list[int] = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].tolist()
+    keys = stream_keys([p.seed for p in params], [spec.index for spec in specs])
+    noise = exponentials(torch.from_numpy(keys).to(logits.device), logits.shape[-1])
+    tokens: list[int] = (truncate(scaled, params) - noise.log_()).argmax(-1).tolist()
     return tokens
 
 
