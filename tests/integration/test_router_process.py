@@ -134,7 +134,12 @@ def test_a_port_in_use_is_one_line_with_the_fix(tmp_path: Path) -> None:
         ('{"workers_file": "w", "limits": {"max_n": 0}}', "limits.max_n"),
         ('{"workers_file": "w", "api_keys": [""]}', "api_keys.0"),
         ('{"workers_file": "w", "api_keys": ["fine", "not fine"]}', "api_keys.1"),
-        ("{}", "workers_file"),
+        ("{}", "exactly one of workers_file and kubernetes"),
+        (
+            '{"workers_file": "w", "kubernetes": {"namespace": "n", "service": "s"}}',
+            "exactly one of workers_file and kubernetes",
+        ),
+        ('{"kubernetes": {"namespace": "n", "service": "a/b"}}', "kubernetes.service"),
         ("{", "JSON"),
         (None, "No such file"),
     ],
@@ -148,3 +153,26 @@ def test_a_bad_config_is_one_line(tmp_path: Path, content: str | None, phrase: s
     (line,) = done.stderr.splitlines()
     assert line.startswith("kvasir-router: --config")
     assert phrase in line
+
+
+def test_without_a_way_to_an_api_server_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    path = tmp_path / "config.json"
+    path.write_text('{"kubernetes": {"namespace": "n", "service": "s"}}')
+    done = _finished(path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("kvasir-router: kubernetes: no way to an API server")
+
+
+def test_settings_on_the_command_line_change_the_file(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = _command(_config(tmp_path), "--set", f"port={port}", "--set=router_id=r1")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"port {port}: the port is in use" in done.stderr

@@ -232,10 +232,10 @@ async def _configuration() -> "Configuration":
     configuration = Configuration()
     try:
         if "KUBERNETES_SERVICE_HOST" in os.environ:
-            config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]  # as is
+            config.load_incluster_config(configuration)
         else:
-            await config.load_kube_config(  # type: ignore[no-untyped-call]  # as is
-                client_configuration=configuration
+            await config.load_kube_config(
+                os.environ.get("KUBECONFIG", "~/.kube/config"), client_configuration=configuration
             )
     except (config.ConfigException, OSError) as error:
         raise SourceError(
