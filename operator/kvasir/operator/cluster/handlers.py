@@ -4,6 +4,8 @@ kopf keeps the watches. Only its plain event handlers are used: these put neithe
 annotations on objects, so that any of them can be deleted also while no operator runs.
 """
 
+from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import kopf
@@ -54,6 +56,14 @@ def settings() -> kopf.OperatorSettings:
     made = kopf.OperatorSettings()
     made.posting.enabled = False
     made.scanning.disabled = True
+    made.networking.error_backoffs = _Backoffs()
     for resource in _OWNED:
         made.watching.label_selectors[resource] = f"{names.MANAGED_BY_LABEL}={names.OPERATOR}"
     return made
+
+
+class _Backoffs:
+    """Seconds between tries of a watch: without end, since an API server comes back."""
+
+    def __iter__(self) -> Iterator[float]:
+        return chain((0.5, 1.0, 2.0), repeat(5.0))

@@ -49,6 +49,8 @@ class Progress:
     wanted: int
     deployment: str
     """Name of the newest one."""
+    revision: str
+    """Of its pods."""
     ready: int
     """Workers of the newest Deployment that take requests."""
     draining: int
@@ -118,9 +120,7 @@ def next_step(
         drains=drains,
         resize=tuple(_resized(old_sizes, observed)),
         delete=tuple(_unwanted(apply, observed, old_sizes)),
-        progress={
-            role: _progress(role, newest[role].name, wanted[role], observed) for role in newest
-        },
+        progress={role: _progress(newest[role], wanted[role], observed) for role in newest},
         drain_first=drain_first,
     )
 
@@ -253,12 +253,13 @@ def _unwanted(
             yield key
 
 
-def _progress(role: str, deployment: str, wanted: int, observed: Observed) -> Progress:
-    alive = [pod for pod in observed.pods_of(role) if not pod.terminating]
+def _progress(newest: WorkerRevision, wanted: int, observed: Observed) -> Progress:
+    alive = [pod for pod in observed.pods_of(newest.role) if not pod.terminating]
     return Progress(
         wanted=wanted,
-        deployment=deployment,
-        ready=_ready(role, deployment, observed),
+        deployment=newest.name,
+        revision=newest.pod_revision,
+        ready=_ready(newest.role, newest.name, observed),
         draining=sum(pod.draining_since is not None for pod in alive),
-        old=sum(pod.deployment != deployment for pod in alive),
+        old=sum(pod.deployment != newest.name for pod in alive),
     )

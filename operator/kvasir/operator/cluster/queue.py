@@ -24,6 +24,10 @@ class Key:
         return f"{self.namespace}/{self.name}"
 
 
+class StepError(Exception):
+    """A step failed as steps may, such as when nobody answers: told in one line."""
+
+
 Reconcile = Callable[[Key], Awaitable[float | None]]
 """Makes one step; returns the seconds after which to call it again, None if there is nothing."""
 
@@ -82,15 +86,21 @@ class Queue:
             async with self._slots:
                 again = await self._reconcile(key)
             self._failures.pop(key, None)
+        except StepError as error:
+            again = self._after_failure(key)
+            _log.warning("step failed service=%s retry=%.0fs error=%s", key, again, error)
         except Exception:  # noqa: BLE001 - one service's trouble is not the others'
-            failures = self._failures[key] = self._failures.get(key, 0) + 1
-            again = min(self._longest, 2.0 ** (failures - 1))
-            _log.exception("reconciliation failed service=%s retry=%.0fs", key, again)
+            again = self._after_failure(key)
+            _log.exception("step failed service=%s retry=%.0fs", key, again)
         finally:
             self._busy.discard(key)
         if again is not None:
             self.add(key, again)
         self._changed.set()
+
+    def _after_failure(self, key: Key) -> float:
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        return float(min(self._longest, 2.0 ** min(failures - 1, 16)))
 
     @staticmethod
     def _now() -> float:

@@ -33,7 +33,7 @@ from kvasir.operator.cluster.observed import (
     reference,
 )
 from kvasir.operator.cluster.plan import Plan, needs_fleet, next_step
-from kvasir.operator.cluster.queue import Key
+from kvasir.operator.cluster.queue import Key, StepError
 from kvasir.operator.cluster.refusals import refusal
 from kvasir.operator.cluster.workers import Workers
 from kvasir.operator.manifest import problems_of
@@ -110,9 +110,9 @@ class Reconciler:
         with self._seconds.time():
             try:
                 again = await self._step(key)
-            except Exception:
+            except ApiError as error:
                 self._steps.labels("failed").inc()
-                raise
+                raise StepError(str(error)) from error
         self._steps.labels("done").inc()
         return again
 
@@ -237,29 +237,30 @@ class Reconciler:
         now = datetime.fromtimestamp(int(self._clock()), UTC).isoformat().replace("+00:00", "Z")
         metadata = service.body["metadata"]
         _log.info("%s service=%s %s", reason, service.key, message)
-        await self._cluster.create(
-            service.key.namespace,
-            {
-                "apiVersion": "v1",
-                "kind": "Event",
-                "metadata": {"generateName": f"{service.key.name}."},
-                "involvedObject": {
-                    "apiVersion": modelservice.API_VERSION,
-                    "kind": modelservice.KIND,
-                    "name": service.key.name,
-                    "namespace": service.key.namespace,
-                    "uid": metadata["uid"],
-                    "resourceVersion": metadata["resourceVersion"],
-                },
-                "type": kind,
-                "reason": reason,
-                "message": message,
-                "source": {"component": names.OPERATOR},
-                "firstTimestamp": now,
-                "lastTimestamp": now,
-                "count": 1,
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{service.key.name}."},
+            "involvedObject": {
+                "apiVersion": modelservice.API_VERSION,
+                "kind": modelservice.KIND,
+                "name": service.key.name,
+                "namespace": service.key.namespace,
+                "uid": metadata["uid"],
+                "resourceVersion": metadata["resourceVersion"],
             },
-        )
+            "type": kind,
+            "reason": reason,
+            "message": message,
+            "source": {"component": names.OPERATOR},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        try:
+            await self._cluster.create(service.key.namespace, event)
+        except ApiError as error:  # whoever reads events misses one; nothing else depends on it
+            _log.warning("event not written service=%s error=%s", service.key, error)
 
 
 _REFUSALS = frozenset(

@@ -112,7 +112,8 @@ def pool_status(
 
 
 def transitions(stored: Object, status: ModelServiceStatus) -> Iterator[Event]:
-    """Events for conditions whose status or reason changed."""
+    """Events for conditions whose status or reason changed; one for each new reason."""
+    told: set[str] = set()
     before = {each["type"]: each for each in stored.get("conditions") or ()}
     for condition in status.conditions:
         was = before.get(condition.type)
@@ -120,6 +121,9 @@ def transitions(stored: Object, status: ModelServiceStatus) -> Iterator[Event]:
             continue
         if was is None and condition.type == "Degraded" and condition.status == "False":
             continue
+        if condition.reason in told:
+            continue
+        told.add(condition.reason)
         bad = condition.status == ("True" if condition.type == "Degraded" else "False")
         calm = condition.type == "Progressing" or condition.reason in _ON_THE_WAY
         yield Event(
@@ -142,7 +146,7 @@ def _role(role: names.Role, service: ModelService, observed: Observed, plan: Pla
         ready_replicas=sum(_takes_requests(pod) for pod in alive),
         updated_replicas=sum(pod.deployment == newest for pod in alive),
         draining_replicas=sum(pod.draining_since is not None for pod in alive),
-        revision=newest if progress else None,
+        revision=progress.revision if progress else None,
     )
 
 
