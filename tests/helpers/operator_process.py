@@ -9,8 +9,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from kvasir.operator.cluster.lease import LeaseLostError
-from kvasir.operator.cluster.main import parse, run
+from kvasir.operator.cluster.main import parse, serve
 from kvasir.operator.cluster.observed import Fleet, Pod, WorkerLoad
 from kvasir.proto.process import configure_logging
 
@@ -39,11 +38,7 @@ class IdleWorkers:
 
 def main() -> int:
     configure_logging()
-    try:
-        asyncio.run(run(parse(sys.argv[1:]), IdleWorkers()))
-    except LeaseLostError:
-        return 1
-    return 0
+    return asyncio.run(serve(parse(sys.argv[1:]), IdleWorkers()))
 
 
 if __name__ == "__main__":

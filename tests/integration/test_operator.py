@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.clients import Kubectl
+from cluster.clients import CommandError, Helm, Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
 from cluster.pod_status import IMAGE_PULL_FAILED, NOT_READY, READY, Rule, always, crashed
@@ -153,6 +153,19 @@ def stage(
         yield Stage(kubectl, namespace, operator)
     finally:
         operator.process.kill()
+
+
+@pytest.fixture
+def restricted(
+    kubectl: Kubectl, namespace: str, control_plane: ControlPlane, tmp_path: Path
+) -> Kubectl:
+    """The operator's service account, with what the chart grants it in one namespace."""
+    helm = Helm(control_plane.kubeconfig, tmp_path)
+    chart = ("template", "kvasir", str(ROOT / "charts" / "kvasir"), f"--namespace={namespace}")
+    shown = [f"--show-only=templates/{name}.yaml" for name in ("rbac", "serviceaccount")]
+    manifest = helm(*chart, f"--set=watchNamespaces={{{namespace}}}", *shown)
+    kubectl("apply", "--filename=-", stdin=manifest)
+    return kubectl.service_account("kvasir-operator", namespace, tmp_path)
 
 
 def sample(**spec: Any) -> dict[str, Any]:
@@ -367,3 +380,91 @@ def test_of_two_operators_one_acts_and_the_other_follows(
         stage.run("wait", ready, "wpool/smollm2-prefill", "--timeout=60s")
     finally:
         other.process.kill()
+
+
+def test_a_paused_leader_is_replaced_and_then_ends(
+    stage: Stage, control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    other = Operator(control_plane.kubeconfig, stage.namespace, tmp_path / "other.log")
+    try:
+        other.wait_started(leader=0)
+        stage.operator.process.pause()
+        other.wait_started(leader=1)
+        stage.operator.process.resume()
+        stage.wait_until(lambda: not stage.operator.process.running, "the first one ended")
+        assert "not renewed" in stage.operator.process.log
+    finally:
+        other.process.kill()
+
+
+def test_what_the_chart_grants_is_enough_and_no_more(
+    restricted: Kubectl,
+    kubectl: Kubectl,
+    namespace: str,
+    installed: None,
+    node: FakeNode,
+    tmp_path: Path,
+) -> None:
+    operator = Operator(restricted.kubeconfig, namespace, tmp_path / "operator.log")
+    try:
+        operator.wait_started(leader=1)
+        stage = Stage(kubectl, namespace, operator)
+        stage.apply(sample())
+        stage.wait_ready()
+        stage.run("scale", "wpool/smollm2-decode", "--replicas=2")
+        stage.apply(sample(engine={"blockSize": 32}))
+        stage.wait_ready()
+        stage.wait_quiet()
+        assert operator.metric("kvasir_operator_reconciliations_total", outcome="failed") == 0
+        assert "orbidden" not in operator.process.log
+        for refused in (["pods", "--namespace=default"], ["msvc", "--all-namespaces"], ["secrets"]):
+            with pytest.raises(CommandError, match="Forbidden"):
+                restricted("get", *refused)
+    finally:
+        operator.process.kill()
+
+
+def test_the_operator_goes_on_when_the_api_server_was_killed(
+    stage: Stage, control_plane: ControlPlane
+) -> None:
+    stage.apply(sample())
+    stage.wait_ready()
+    control_plane.api_server.kill()
+    control_plane.api_server.start()
+    control_plane.wait_ready()
+    if (
+        not stage.operator.process.running
+    ):  # the lease was lost meanwhile; a kubelet starts it again
+        stage.operator.process.start()
+    stage.operator.wait_started(leader=1)
+    stage.run("scale", "wpool/smollm2-decode", "--replicas=2")
+    ready = "--for=jsonpath={.status.readyReplicas}=2"
+    stage.run("wait", ready, "wpool/smollm2-decode", "--timeout=60s")
+
+
+def test_somebody_elses_object_is_not_taken_over(stage: Stage) -> None:
+    stage.run("create", "configmap", "smollm2-router", "--from-literal=router.json=mine")
+    stage.apply(sample())
+    message = stage.wait_reason("NameConflict")
+    assert "ConfigMap smollm2-router" in message
+    assert stage.get("cm", "smollm2-router")["data"] == {"router.json": "mine"}
+    stage.run("delete", "configmap", "smollm2-router")
+    stage.wait_ready()
+
+
+def test_what_somebody_changed_is_set_right(stage: Stage) -> None:
+    stage.apply(sample())
+    stage.wait_ready()
+    stage.run(
+        "patch", "svc/smollm2", "--type=merge", '--patch={"spec":{"sessionAffinity":"ClientIP"}}'
+    )
+    stage.run("delete", "svc/smollm2-workers", "pdb/smollm2-decode")
+    stage.run("label", "svc/smollm2", "kvasir.dev/role=decode", "--overwrite")
+    needed = {"service/smollm2-workers", "poddisruptionbudget.policy/smollm2-decode"}
+    stage.wait_until(lambda: needed <= stage.names("svc", "pdb"), "both are there again")
+
+    def label() -> str:
+        labels: dict[str, str] = stage.get("svc", "smollm2")["metadata"]["labels"]
+        return labels["kvasir.dev/role"]
+
+    stage.wait_until(lambda: label() == "router", "the label is right again")

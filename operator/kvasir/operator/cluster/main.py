@@ -63,7 +63,7 @@ def main() -> int:
     configure_logging()
     logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of each event that it handles
     try:
-        return asyncio.run(_run(parse(sys.argv[1:])))
+        return asyncio.run(_serve_pods(parse(sys.argv[1:])))
     except StartError as error:
         print(f"kvasir-operator: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
         return _EXIT_UNUSABLE
@@ -98,40 +98,13 @@ def parse(arguments: Sequence[str]) -> Options:
     )
 
 
-async def run(options: Options, workers: Workers) -> None:
-    """Serve health and metrics, become the leader, and keep ModelServices until cancelled.
+async def serve(options: Options, workers: Workers) -> int:
+    """Keep ModelServices until a signal comes; returns the exit code.
 
     Raises:
-        LeaseLostError: another operator may lead now.
         StartError: there is no way to an API server, or the port is taken.
     """
-    metrics = CollectorRegistry()
-    leading = Gauge("kvasir_operator_leader", "1 if this operator acts", registry=metrics)
-    async with _served(options, metrics), Cluster(await _api(), metrics) as cluster:
-        reconciler = Reconciler(cluster, workers, options.installation, metrics)
-
-        async def keep() -> None:
-            leading.set(1)
-            queue = Queue(reconciler)
-            reconciling = asyncio.create_task(queue.run())
-            try:
-                await kopf.operator(
-                    registry=handlers.registry(queue),
-                    settings=handlers.settings(),
-                    standalone=True,
-                    clusterwide=not options.namespaces,
-                    namespaces=options.namespaces,
-                )
-            finally:
-                reconciling.cancel()
-                await asyncio.wait([reconciling])
-
-        await lead(cluster, options.lease, keep)
-
-
-async def _run(options: Options) -> int:
-    workers = PodWorkers()
-    work = asyncio.ensure_future(run(options, workers))
+    work = asyncio.ensure_future(_work(options, workers))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # Until it leads: from then on kopf, which ends by itself.
@@ -143,9 +116,44 @@ async def _run(options: Options) -> int:
     except LeaseLostError as error:
         _log.error("%s", error)
         return _EXIT_LEASE_LOST
+    return 0
+
+
+async def _serve_pods(options: Options) -> int:
+    workers = PodWorkers()
+    try:
+        return await serve(options, workers)
     finally:
         await workers.close()
-    return 0
+
+
+async def _work(options: Options, workers: Workers) -> None:
+    """Serve health and metrics, become the leader, and keep ModelServices until cancelled."""
+    metrics = CollectorRegistry()
+    leading = Gauge("kvasir_operator_leader", "1 if this operator acts", registry=metrics)
+    async with _served(options, metrics), Cluster(await _api(), metrics) as cluster:
+        reconciler = Reconciler(cluster, workers, options.installation, metrics)
+
+        async def keep() -> None:
+            leading.set(1)
+            await _keep(Queue(reconciler), options.namespaces)
+
+        await lead(cluster, options.lease, keep)
+
+
+async def _keep(queue: Queue, namespaces: Sequence[str]) -> None:
+    reconciling = asyncio.create_task(queue.run())
+    try:
+        await kopf.operator(
+            registry=handlers.registry(queue),
+            settings=handlers.settings(),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+        )
+    finally:
+        reconciling.cancel()
+        await asyncio.wait([reconciling])
 
 
 @asynccontextmanager
