@@ -1,18 +1,24 @@
 """A real API server takes the objects of a ModelService, and they do what they are for."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from kubernetes.aio.config import incluster_config
 
 from cluster.clients import CommandError, Kubectl
+from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
 from cluster.processes import wait_until
 from kvasir.operator.cluster import names, objects
 from kvasir.operator.cluster.objects import Installation, Object
 from kvasir.operator.modelservice import ModelService
-from kvasir.router.kube_discovery import workers_in
+from kvasir.router.config import RouterConfig
+from kvasir.router.discovery import WorkerAddress
+from kvasir.router.kube_discovery import KubernetesWorkers, workers_in
 
 CRDS = Path(__file__).parents[2] / "charts/kvasir/crds"
 INSTALLATION = Installation("nowhere.invalid/worker:1", "nowhere.invalid/router:1", "default")
@@ -169,6 +175,47 @@ def versions(
         if key in ours:
             found[key] = str(metadata.get("generation", metadata["resourceVersion"]))
     return found
+
+
+async def test_a_router_finds_its_workers_as_its_pod_would(
+    control_plane: ControlPlane,
+    restricted: str,
+    crds: None,
+    node: FakeNode,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its ServiceAccount's token and rights, and by the configuration that it is given."""
+    kubectl = control_plane.kubectl
+    made = everything(created(kubectl, restricted, {}))
+    apply(kubectl, made)
+    token, authority = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text(kubectl("create", "token", "chat-router", f"--namespace={restricted}").strip())
+    authority.write_bytes(control_plane.authority.certificate)
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(authority))
+    address = urlsplit(control_plane.url)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", str(address.hostname))
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(address.port))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    (text,) = [
+        each["data"]["router.json"]
+        for each in made
+        if (each["kind"], each["metadata"]["name"]) == ("ConfigMap", "chat-router")
+    ]
+    config = RouterConfig.model_validate_json(text)
+    assert config.kubernetes is not None
+    source = KubernetesWorkers(config.kubernetes)
+    await source.start()
+    found: tuple[WorkerAddress, ...] = ()
+    try:
+        async with asyncio.timeout(60):
+            while sum(worker.accepts for worker in found) < 2:
+                found = source.poll() or found
+                await asyncio.sleep(0.05)
+    finally:
+        await source.close()
+    assert sorted(worker.worker_id.split("-")[1] for worker in found) == ["decode", "prefill"]
 
 
 def test_a_router_may_watch_its_workers_and_a_worker_nothing(

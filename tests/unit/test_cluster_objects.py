@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvasir.operator.cluster import names, objects, overlay
 from kvasir.operator.cluster.objects import Installation, Object
@@ -417,6 +419,27 @@ def test_merging(base: dict[str, Any], over: dict[str, Any], merged: dict[str, A
     before = json.dumps(base)
     assert overlay.merge(base, over) == merged
     assert json.dumps(base) == before
+
+
+FIELDS = st.sampled_from(
+    ["metadata", "labels", "spec", "containers", "name", "env", "worker", "volumes", "a"]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | FIELDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(FIELDS, VALUES, max_size=4))
+def test_any_overlay_is_refused_or_merged_and_changes_no_selector(template: dict[str, Any]) -> None:
+    service = a_service(decode={"template": template}, router={"template": template})
+    if refusal(service) is not None:
+        return
+    for each in everything(service):
+        if each["kind"] == "Deployment":
+            labels = each["spec"]["template"]["metadata"]["labels"]
+            assert matches(each["spec"]["selector"]["matchLabels"], labels)
 
 
 # --- refusals ----------------------------------------------------------------------------------

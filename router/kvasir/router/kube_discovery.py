@@ -20,13 +20,13 @@ import json
 import logging
 import os
 import random
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import ClientError
+from aiohttp import ClientError, ClientResponse
 
 from kvasir.proto.process import join_host_port
 from kvasir.router.config import Kubernetes
@@ -154,8 +154,8 @@ class KubernetesWorkers:
 
     async def _follow(self, api: "DiscoveryV1Api") -> None:
         """List, then watch. Returns when the watch cannot be resumed; raises when it broke."""
-        async with aclosing(self._answer(api, PATIENCE)) as lines:
-            listed = json.loads(b"".join([line async for line in lines]))
+        async with self._answer(api, PATIENCE) as answer:
+            listed = json.loads(await answer.read())
         self._slices = {item["metadata"]["name"]: item for item in listed.get("items") or ()}
         self._changed, self._current, self._complaint = True, True, ""
         version = listed["metadata"]["resourceVersion"]
@@ -174,8 +174,8 @@ class KubernetesWorkers:
             timeout_seconds=WATCH_SECONDS,
         )
         try:
-            async with aclosing(watch) as lines:
-                async for line in lines:
+            async with watch as answer:
+                async for line in answer.content:
                     event = json.loads(line)
                     if event["type"] == "ERROR":
                         raise _RefusedError(event["object"])
@@ -196,10 +196,14 @@ class KubernetesWorkers:
         version: str = item["metadata"]["resourceVersion"]
         return version
 
+    @asynccontextmanager
     async def _answer(
         self, api: "DiscoveryV1Api", patience: float, **query: Any
-    ) -> AsyncGenerator[bytes]:
-        """The lines of one answer. Raises _RefusedError, ClientError, TimeoutError, OSError."""
+    ) -> AsyncIterator[ClientResponse]:
+        """An answer that may take ``patience`` seconds in all, its body included.
+
+        Raises _RefusedError, ClientError, TimeoutError or OSError.
+        """
         response = await api.list_namespaced_endpoint_slice_without_preload_content(
             self._where.namespace,
             label_selector=f"kubernetes.io/service-name={self._where.service}",
@@ -209,8 +213,7 @@ class KubernetesWorkers:
         async with response:
             if response.status != HTTPStatus.OK:
                 raise _RefusedError({"code": response.status, "message": await response.text()})
-            async for line in response.content:
-                yield line
+            yield response
 
     def _complain(self, error: Exception) -> None:
         """Once for each new reason: retries are frequent."""
