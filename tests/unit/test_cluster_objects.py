@@ -4,36 +4,24 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvasir.operator.cluster import names, objects, overlay
+from helpers.cluster_service import (
+    INSTALLATION,
+    UID,
+    a_service,
+    deployment,
+    everything,
+    matches,
+    pod_revision,
+)
+from kvasir.operator.cluster import names, objects
 from kvasir.operator.cluster.objects import Installation, Object
 from kvasir.operator.cluster.pods import TMP_FOLDER
-from kvasir.operator.cluster.refusals import refusal
 from kvasir.operator.modelservice import ModelService
 from kvasir.operator.plan import revision
 from kvasir.operator.workerpool import WorkerRole
 from kvasir.router.config import RouterConfig
 from kvasir.worker.config import WorkerConfig
-
-INSTALLATION = Installation("kvasir/worker:1", "kvasir/router:1", "kvasir-system")
-UID = "8b1e9f0a-0000-4000-8000-000000000001"
-
-
-def a_service(**spec: Any) -> ModelService:
-    return ModelService.model_validate(
-        {
-            "apiVersion": "kvasir.dev/v1alpha1",
-            "kind": "ModelService",
-            "metadata": {"name": "chat", "namespace": "team", "uid": UID},
-            "spec": {"model": {"source": "bundled://smollm2-135m-instruct"}} | spec,
-        }
-    )
-
-
-def deployment(service: ModelService, role: WorkerRole = "decode") -> Object:
-    return objects.worker_revision(service, role, INSTALLATION).deployment(2)
 
 
 def pod(service: ModelService, role: WorkerRole = "decode") -> dict[str, Any]:
@@ -44,25 +32,6 @@ def pod(service: ModelService, role: WorkerRole = "decode") -> dict[str, Any]:
 def container(service: ModelService, role: WorkerRole = "decode") -> dict[str, Any]:
     only: dict[str, Any] = pod(service, role)["containers"][0]
     return only
-
-
-def pod_revision(service: ModelService, role: WorkerRole) -> str:
-    return objects.worker_revision(service, role, INSTALLATION).pod_revision
-
-
-def everything(service: ModelService) -> list[Object]:
-    revisions = [objects.worker_revision(service, r, INSTALLATION) for r in names.WORKER_ROLES]
-    return [
-        *objects.shared(service, INSTALLATION),
-        objects.router_deployment(service, INSTALLATION, 1),
-        *(objects.worker_pool(service, role, 1) for role in names.WORKER_ROLES),
-        *(each.config_map for each in revisions),
-        *(each.deployment(1) for each in revisions),
-    ]
-
-
-def matches(selector: dict[str, str], labels: dict[str, str]) -> bool:
-    return selector.items() <= labels.items()
 
 
 # --- all of them -------------------------------------------------------------------------------
@@ -356,160 +325,3 @@ def test_revisions_are_in_the_labels_of_deployment_and_pods() -> None:
         assert labels["kvasir.dev/revision"] == made.revision
         assert labels["kvasir.dev/pod-revision"] == made.pod_revision
         assert labels["kvasir.dev/role"] == "decode"
-
-
-# --- overlays ----------------------------------------------------------------------------------
-
-
-def test_an_overlay_changes_the_container_of_its_name_and_adds_others() -> None:
-    service = a_service(
-        decode={
-            "template": {
-                "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
-                "spec": {
-                    "nodeSelector": {"disk": "fast"},
-                    "containers": [
-                        {
-                            "name": "worker",
-                            "env": [{"name": "HOME", "value": "/x"}, {"name": "NEW", "value": "y"}],
-                            "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
-                            "livenessProbe": None,
-                        },
-                        {"name": "sidecar", "image": "s"},
-                    ],
-                    "volumes": [{"name": "cache", "emptyDir": {}}],
-                },
-            }
-        }
-    )
-    template = deployment(service)["spec"]["template"]
-    assert template["metadata"]["labels"]["team"] == "a"
-    assert template["metadata"]["annotations"] == {"note": "b"}
-    spec = template["spec"]
-    assert spec["nodeSelector"] == {"disk": "fast"}
-    worker, sidecar = spec["containers"]
-    assert sidecar == {"name": "sidecar", "image": "s"}
-    values = {entry["name"]: entry.get("value") for entry in worker["env"]}
-    assert (values["HOME"], values["NEW"]) == ("/x", "y")
-    assert "POD_NAME" in values
-    assert worker["image"] == "kvasir/worker:1"
-    assert "livenessProbe" not in worker
-    assert [mount["mountPath"] for mount in worker["volumeMounts"]] == [
-        "/etc/kvasir",
-        TMP_FOLDER,
-        "/cache",
-    ]
-    assert [volume["name"] for volume in spec["volumes"]] == ["config", "tmp", "cache"]
-
-
-@pytest.mark.parametrize(
-    ("base", "over", "merged"),
-    [
-        ({"a": 1, "b": 2}, {"b": None}, {"a": 1}),
-        ({"a": {"x": 1}}, {"a": {"y": 2}}, {"a": {"x": 1, "y": 2}}),
-        ({"a": {"x": 1}}, {"a": "text"}, {"a": "text"}),
-        ({"a": "text"}, {"a": {"x": 1, "y": None}}, {"a": {"x": 1}}),
-        ({"args": ["a", "b"]}, {"args": ["c"]}, {"args": ["c"]}),
-        ({"env": [{"name": "a"}]}, {"env": "wrong"}, {"env": "wrong"}),
-        ({"env": [{"name": "a"}]}, {"env": ["odd"]}, {"env": [{"name": "a"}, "odd"]}),
-        ({"env": [{"name": "a"}]}, {"env": [{"name": []}]}, {"env": [{"name": "a"}, {"name": []}]}),
-    ],
-)
-def test_merging(base: dict[str, Any], over: dict[str, Any], merged: dict[str, Any]) -> None:
-    before = json.dumps(base)
-    assert overlay.merge(base, over) == merged
-    assert json.dumps(base) == before
-
-
-FIELDS = st.sampled_from(
-    ["metadata", "labels", "spec", "containers", "name", "env", "worker", "volumes", "a"]
-)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | FIELDS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@given(st.dictionaries(FIELDS, VALUES, max_size=4))
-def test_any_overlay_is_refused_or_merged_and_changes_no_selector(template: dict[str, Any]) -> None:
-    service = a_service(decode={"template": template}, router={"template": template})
-    if refusal(service) is not None:
-        return
-    for each in everything(service):
-        if each["kind"] == "Deployment":
-            labels = each["spec"]["template"]["metadata"]["labels"]
-            assert matches(each["spec"]["selector"]["matchLabels"], labels)
-
-
-# --- refusals ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "field", "fix"),
-    [
-        ({"model": {"source": "hf://a/b"}}, "spec.model.source", "pvc://CLAIM/PATH"),
-        ({"model": {"source": "file:///m"}}, "spec.model.source", "pvc://CLAIM/PATH"),
-        ({"model": {"source": "pvc://c/a/../b"}}, "spec.model.source", "write the path without"),
-        (
-            {"model": {"source": "bundled://m", "quantization": "int8"}},
-            "spec.model.quantization",
-            "use none",
-        ),
-        ({"engine": {"type": "vllm"}}, "spec.engine.type", "use native"),
-        (
-            {"engine": {"speculative": {"method": "ngram"}}},
-            "spec.engine.speculative.method",
-            "use none",
-        ),
-        ({"decode": {"parallelism": {"tensor": 2}}}, "spec.decode.parallelism.tensor", "use 1"),
-        (
-            {
-                "prefill": {
-                    "accelerator": {"resourceName": "example.com/npu"},
-                    "resources": {"limits": {"example.com/npu": 2}},
-                }
-            },
-            "spec.prefill.resources.limits",
-            "remove one of the two",
-        ),
-        (
-            {"decode": {"template": {"metadata": {"labels": {"kvasir.dev/role": "x"}}}}},
-            "spec.decode.template.metadata.labels",
-            "remove it",
-        ),
-        (
-            {"router": {"template": {"metadata": {"labels": None}}}},
-            "spec.router.template.metadata",
-            "remove it",
-        ),
-        ({"decode": {"template": {"metadata": None}}}, "spec.decode.template.metadata", "remove"),
-    ],
-)
-def test_what_a_cluster_cannot_give_is_named_with_its_fix(
-    spec: dict[str, Any], field: str, fix: str
-) -> None:
-    refused = refusal(a_service(**spec))
-    assert refused is not None
-    (problem,) = refused.problems
-    assert problem.startswith(f"{field}: ")
-    assert fix in problem
-
-
-def test_all_problems_are_named_at_once() -> None:
-    refused = refusal(a_service(model={"source": "hf://a/b"}, engine={"type": "vllm"}))
-    assert refused is not None
-    assert len(refused.problems) == 2
-
-
-@pytest.mark.parametrize("source", ["bundled://smollm2-135m-instruct", "pvc://claim/model"])
-def test_what_is_served_is_not_refused(source: str) -> None:
-    assert refusal(a_service(model={"source": source}, decode={"replicas": 0})) is None
-
-
-def test_a_name_that_no_service_can_have_is_refused() -> None:
-    service = a_service()
-    named = service.metadata.model_copy(update={"name": "3b"})
-    refused = refusal(service.model_copy(update={"metadata": named}))
-    assert refused is not None
-    assert refused.problems[0].startswith("metadata.name: ")
