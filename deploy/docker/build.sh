@@ -1,9 +1,9 @@
 #!/bin/sh
 # Build the images of operator, router and worker (or of those named) as
-# [REGISTRY/]kvasir/COMPONENT:VERSION, without a daemon and without privileged containers.
+# REGISTRY/kvasir/COMPONENT:VERSION, without a daemon and without privileged containers.
 #
 #   deploy/docker/build.sh [COMPONENT...]    (make images)
-#   REGISTRY=registry.example.com/team       put before the names; default: none, images stay here
+#   REGISTRY=registry.example.com/team       put before the names; default: localhost, not to be pushed
 #   BASE=IMAGE[@DIGEST]                      what the images are built on; default: in the Dockerfiles
 #   BUILDAH_ARGS="--volume ..."              more arguments for `buildah build`
 #
@@ -15,7 +15,7 @@ case ${1:-} in
 esac
 command -v buildah >/dev/null || {
     echo "images: buildah is not installed; on Debian or Ubuntu: apt-get install buildah" >&2
-    echo "images: or, with Docker: docker build -f deploy/docker/COMPONENT.Dockerfile -t kvasir/COMPONENT ." >&2
+    echo "images: or, with Docker: docker build -f deploy/docker/COMPONENT.Dockerfile -t localhost/kvasir/COMPONENT:VERSION ." >&2
     exit 1
 }
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
@@ -23,7 +23,7 @@ version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
 for component in "$@"; do
     file=deploy/docker/$component.Dockerfile
     [ -f "$file" ] || { echo "images: $component: no such component; one of operator, router, worker" >&2; exit 1; }
-    image=${REGISTRY:+$REGISTRY/}kvasir/$component:$version
+    image=${REGISTRY:-localhost}/kvasir/$component:$version
     echo "images: building $image" >&2
     # shellcheck disable=SC2086 - BUILDAH_ARGS is a list
     buildah build --isolation chroot --file "$file" --tag "$image" \

@@ -1,5 +1,5 @@
 # Image of the operator: `make images`, or
-#   docker build -f deploy/docker/operator.Dockerfile -t kvasir/operator:0.1.0 .
+#   docker build -f deploy/docker/operator.Dockerfile -t localhost/kvasir/operator:0.1.0 .
 # BASE is any image with python3 (3.11 or newer) and its venv module; give it with a digest to pin it
 # exactly.
 ARG BASE=docker.io/library/python:3.12.12-slim-bookworm

@@ -158,6 +158,12 @@ def test_images_are_what_the_values_say(helm: Helm, tmp_path: Path) -> None:
     assert spec["imagePullSecrets"] == [{"name": "pull"}]
 
 
+def test_no_image_of_a_stranger_is_pulled_by_default(helm: Helm, tmp_path: Path) -> None:
+    (_, spec) = next(pods(render(helm, values_file(tmp_path, "defaults"))))
+    (container,) = spec["containers"]
+    assert container["image"].startswith("localhost/kvasir/operator:")
+
+
 def test_what_is_optional_is_there_when_asked_for(helm: Helm, tmp_path: Path) -> None:
     optional = {"ServiceMonitor", "PodDisruptionBudget", "NetworkPolicy"}
 

@@ -197,15 +197,14 @@ def test_a_cluster_wide_install_serves_every_namespace(
             operator.apply({**role, "rules": [secrets]}, server_side=True)
 
 
-def run_chart_test(helm: Helm, namespace: str, operator: str) -> int:
-    """Exit code of what ``helm test`` runs, with another address of the operator."""
+def run_chart_test(helm: Helm, namespace: str, port: int) -> int:
+    """Exit code of what ``helm test`` runs, with the address of an operator that runs here."""
     hooks = yaml.safe_load_all(helm("get", "hooks", "kvasir", f"--namespace={namespace}"))
     (container,) = next(each for each in hooks if each)["spec"]["containers"]
-    service = f"http://{OPERATOR}-metrics.{namespace}.svc:8080"
-    (script,) = container["args"]
-    assert service in script
-    command = [sys.executable, *container["command"][1:], script.replace(service, operator)]
-    return subprocess.run(command, check=False, timeout=60).returncode
+    command = [sys.executable, *container["command"][1:], *container["args"]]
+    service = "KVASIR_OPERATOR_METRICS_SERVICE"
+    environment = {f"{service}_HOST": "127.0.0.1", f"{service}_PORT": str(port)}
+    return subprocess.run(command, check=False, timeout=60, env=environment).returncode
 
 
 @pytest.mark.parametrize("namespaced", [True, False], ids=["namespaced", "cluster-wide"])
@@ -249,7 +248,7 @@ def test_the_operator_works_with_these_arguments_and_rights(
             wait_until(served, "objects and status of smollm2", 60, lambda: operator.log)
             with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 assert "\nkvasir_operator_leader 1.0" in answer.read().decode()
-            assert run_chart_test(helm, namespace, f"http://127.0.0.1:{port}") == 0
+            assert run_chart_test(helm, namespace, port) == 0
             assert "orbidden" not in operator.log
             assert " ERROR kvasir" not in operator.log
             events = kubectl.get("events", here)["items"]
