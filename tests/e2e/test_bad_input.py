@@ -29,7 +29,7 @@ CASES = [
     ("chat/completions", CHAT | {"max_tokens": 0}, 400, "max_tokens"),
     ("chat/completions", CHAT | {"top_p": 0}, 400, "top_p"),
     ("chat/completions", CHAT | {"surprise": 1}, 400, "surprise"),
-    ("chat/completions", CHAT | {"metadata": {"a": [[]]}}, 400, "metadata"),
+    ("chat/completions", CHAT | {"metadata": {str(i): "" for i in range(17)}}, 400, "metadata"),
     ("chat/completions", CHAT | {"repetition_penalty": 1e-38}, 400, "repetition_penalty"),
     ("chat/completions", {"model": "smollm2"}, 400, "messages"),
     ("completions", TEXT | {"prompt": ""}, 400, "prompt"),
