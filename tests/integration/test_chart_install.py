@@ -124,7 +124,9 @@ def installed(kubectl: Kubectl, helm: Helm, namespace: str, *settings: str) -> I
         helm("uninstall", "kvasir", here, "--wait")
     query = "--selector=app.kubernetes.io/managed-by=Helm"
     kinds = "all,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings,pdb,netpol"
-    assert kubectl.get(kinds, query, "--all-namespaces")["items"] == []
+    left = kubectl.get(kinds, query, "--all-namespaces")["items"]
+    release = "meta.helm.sh/release-namespace"
+    assert [o for o in left if o["metadata"].get("annotations", {}).get(release) == namespace] == []
 
 
 def test_a_namespaced_install_reads_no_other_namespace(
