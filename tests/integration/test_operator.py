@@ -36,8 +36,11 @@ class Operator:
 
     def __init__(self, kubeconfig: Path, namespace: str, log: Path, *arguments: str) -> None:
         self._port = free_port()
+        self.busy = log.with_suffix(".busy")
+        """While it exists, workers say that they have more requests than they can take."""
         command = [
             *("env", f"KUBECONFIG={kubeconfig}", f"PYTHONPATH={ROOT / 'tests'}"),
+            f"KVASIR_TEST_BUSY={self.busy}",
             *(sys.executable, "-m", "helpers.operator_process"),
             *("--worker-image=nowhere.invalid/worker:1", "--router-image=nowhere.invalid/router:1"),
             *(f"--namespace={namespace}", f"--lease-namespace={namespace}"),
@@ -468,3 +471,20 @@ def test_what_somebody_changed_is_set_right(stage: Stage) -> None:
         return labels["kvasir.dev/role"]
 
     stage.wait_until(lambda: label() == "router", "the label is right again")
+
+
+def test_load_adds_workers_and_the_status_says_why(stage: Stage) -> None:
+    scaling = {"minReplicas": 1, "maxReplicas": 3}
+    stage.apply(sample(decode={"scaling": scaling}))
+    stage.wait_ready()
+    assert "lastDecision" not in stage.get("msvc", "smollm2")["status"]
+    stage.operator.busy.touch()
+    pool = "wpool/smollm2-decode"
+    stage.run("wait", "--for=jsonpath={.status.readyReplicas}=3", pool, "--timeout=60s")
+    stage.wait_ready()
+    decision = stage.get("msvc", "smollm2")["status"]["lastDecision"]
+    assert (decision["role"], decision["desired"]) == ("decode", 3)
+    assert decision["reason"].startswith("Raise decode from ")
+    assert "Raise decode from 1" in stage.run("events", "--for=msvc/smollm2")
+    time.sleep(6)  # one more decision
+    assert stage.get("wpool", "smollm2-decode")["spec"]["replicas"] == 3

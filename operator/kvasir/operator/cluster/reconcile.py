@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from kvasir.operator import modelservice, workerpool
 from kvasir.operator.cluster import names, status
+from kvasir.operator.cluster.autoscaler import PERIOD, Autoscaler, last_decision
 from kvasir.operator.cluster.client import ApiError, Cluster
 from kvasir.operator.cluster.drain import Drain
 from kvasir.operator.cluster.objects import Installation
@@ -38,7 +39,7 @@ from kvasir.operator.cluster.refusals import refusal
 from kvasir.operator.cluster.workers import Workers
 from kvasir.operator.manifest import problems_of
 from kvasir.operator.modelservice import ModelService
-from kvasir.operator.resource_status import ModelServiceStatus, dump
+from kvasir.operator.resource_status import LastDecision, ModelServiceStatus, dump
 
 KINDS = (
     "ConfigMap",
@@ -95,6 +96,7 @@ class Reconciler:
         self._workers = workers
         self._installation = installation
         self._clock = clock
+        self._autoscaler = Autoscaler(workers, clock)
         self._steps = Counter(
             "kvasir_operator_reconciliations",
             "Steps of ModelServices, by how they ended",
@@ -119,6 +121,7 @@ class Reconciler:
     async def _step(self, key: Key) -> float | None:
         body = await self._cluster.get(key.namespace, Reference(modelservice.KIND, key.name))
         if body is None or "deletionTimestamp" in body["metadata"]:
+            self._autoscaler.forget(key)
             return None  # its objects go with it, by their owner references
         service = _Service(key, body)
         try:
@@ -132,10 +135,16 @@ class Reconciler:
         observed = await self._observe(key, spec)
         plan = next_step(spec, self._installation, observed, self._clock())
         fault = await self._act(service, plan, observed)
+        decision = await self._autoscale(service, spec, observed)
         told = status.service_status(spec, observed, plan, service.seen(self._clock()), fault)
+        if decision is not None:
+            told = told.model_copy(update={"last_decision": decision})
         await self._tell(service, told)
         await self._tell_pools(service, told, observed)
-        return _SOON if plan.undecided or fault else _RESYNC
+        if plan.undecided or fault:
+            return _SOON
+        scaled = spec.spec.prefill.scaling or spec.spec.decode.scaling
+        return PERIOD if scaled else _RESYNC
 
     async def _observe(self, key: Key, spec: ModelService) -> Observed:
         selector = f"{names.SERVICE_LABEL}={key.name}"
@@ -176,6 +185,28 @@ class Reconciler:
             reason = "NameConflict" if error.conflict else "ObjectRefused"
             return Fault(reason, f"{reference(item)}: {error}")
         return None
+
+    async def _autoscale(
+        self, service: _Service, spec: ModelService, observed: Observed
+    ) -> LastDecision | None:
+        """Scale pools as the load asks, as anybody else would; the change calls the next step."""
+        made = None
+        for decision in await self._autoscaler.changes(service.key, spec, observed):
+            key = Reference(workerpool.KIND, names.pool(service.key.name, decision.role))
+            version = observed.objects[key]["metadata"]["resourceVersion"]
+            patch = {
+                "metadata": {"resourceVersion": version},
+                "spec": {"replicas": decision.desired},
+            }
+            try:
+                await self._cluster.merge(service.key.namespace, key, patch)
+            except ApiError as error:
+                if not error.conflict:
+                    raise
+                continue  # somebody else scaled it at this moment, or the plan did
+            made = last_decision(decision)
+            await self._event(service, "Normal", "Scaled", decision.reason)
+        return made
 
     async def _drain(self, service: _Service, drains: Drain, pods: Mapping[str, Pod]) -> None:
         for name in drains.begin:

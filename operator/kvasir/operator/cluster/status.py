@@ -11,6 +11,7 @@ A condition's time of transition is that of its last change of status. Events te
 only, by comparison with the status that is stored: a restarted operator repeats none.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from kvasir.operator.modelservice import ModelService
 from kvasir.operator.refusal import in_terms_of_the_spec
 from kvasir.operator.resource_status import (
     Condition,
+    LastDecision,
     ModelServiceStatus,
     Roles,
     RoleStatus,
@@ -82,6 +84,7 @@ def service_status(
         observed_generation=seen.generation,
         conditions=[_condition(kind, verdict, seen) for kind, verdict in verdicts.items()],
         roles=roles,
+        last_decision=_stored_decision(seen.stored),
         url=names.url(service.name, seen.namespace),
     )
 
@@ -95,6 +98,11 @@ def refused_status(reason: str, problems: Sequence[str], seen: Seen) -> ModelSer
         roles=Roles.model_validate(seen.stored.get("roles") or {}),
         url=seen.stored.get("url"),
     )
+
+
+def _stored_decision(stored: Object) -> LastDecision | None:
+    found = stored.get("lastDecision")
+    return None if found is None else LastDecision.model_validate_json(json.dumps(found))
 
 
 def pool_status(
