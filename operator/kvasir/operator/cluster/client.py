@@ -41,6 +41,17 @@ _TIMEOUT = 30.0
 """Seconds for a request."""
 
 
+_REFUSALS = frozenset(
+    {
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.FORBIDDEN,
+        HTTPStatus.CONFLICT,
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+    }
+)
+_MISFIT = "failed to create typed patch object"
+
+
 class ApiError(Exception):
     """The API server refused a request, or did not answer (``status`` 0)."""
 
@@ -51,6 +62,13 @@ class ApiError(Exception):
     @property
     def gone(self) -> bool:
         return self.status == HTTPStatus.NOT_FOUND
+
+    @property
+    def refusal(self) -> bool:
+        """Whether it is about the object itself: another try gives the same answer."""
+        # What does not fit the schema of its kind is an internal error to server-side apply.
+        misfit = self.status == HTTPStatus.INTERNAL_SERVER_ERROR and _MISFIT in str(self)
+        return self.status in _REFUSALS or misfit
 
     @property
     def conflict(self) -> bool:

@@ -61,7 +61,6 @@ class Options:
 def main() -> int:
     """Entry point; returns the exit code."""
     configure_logging()
-    logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of each event that it handles
     try:
         return asyncio.run(_serve_pods(parse(sys.argv[1:])))
     except StartError as error:
@@ -142,6 +141,7 @@ async def _work(options: Options, workers: Workers) -> None:
 
 
 async def _keep(queue: Queue, namespaces: Sequence[str]) -> None:
+    logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of each event that it handles
     reconciling = asyncio.create_task(queue.run())
     try:
         await kopf.operator(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -59,6 +58,8 @@ _RESYNC = 300.0
 """Seconds between two looks at a service that nothing happens to: a watch may miss something."""
 _SOON = 1.0
 """Seconds between two questions to workers that drain, and to routers."""
+_RETRY = 10.0
+"""Seconds until an object that the API server refused is tried again: what hindered it may go."""
 _CONDEMNED = "-1000"
 
 _log = logging.getLogger("kvasir.operator")
@@ -141,8 +142,10 @@ class Reconciler:
             told = told.model_copy(update={"last_decision": decision})
         await self._tell(service, told)
         await self._tell_pools(service, told, observed)
-        if plan.undecided or fault:
+        if plan.undecided:
             return _SOON
+        if fault is not None:
+            return _RETRY
         scaled = spec.spec.prefill.scaling or spec.spec.decode.scaling
         return PERIOD if scaled else _RESYNC
 
@@ -180,7 +183,7 @@ class Reconciler:
         except ApiError as error:
             if error.conflict and item["kind"] == workerpool.KIND and seen is not None:
                 return None  # it was scaled meanwhile, and that change calls the next step
-            if error.status not in _REFUSALS:
+            if not error.refusal:
                 raise
             reason = "NameConflict" if error.conflict else "ObjectRefused"
             return Fault(reason, f"{reference(item)}: {error}")
@@ -292,17 +295,6 @@ class Reconciler:
             await self._cluster.create(service.key.namespace, event)
         except ApiError as error:  # whoever reads events misses one; nothing else depends on it
             _log.warning("event not written service=%s error=%s", service.key, error)
-
-
-_REFUSALS = frozenset(
-    {
-        HTTPStatus.BAD_REQUEST,
-        HTTPStatus.FORBIDDEN,
-        HTTPStatus.CONFLICT,
-        HTTPStatus.UNPROCESSABLE_ENTITY,
-    }
-)
-"""Of an object, by the API server: another try gives the same answer."""
 
 
 def _only_status(item: Object, told: Mapping[str, Any]) -> Object:
