@@ -161,7 +161,11 @@ class Simulation:
     def serves(self) -> bool:
         """Whether some revision has ready workers of both roles."""
         revisions = [
-            {w.pod.revision for w in self.workers.values() if w.pod.role == role and _takes(w)}
+            {
+                w.pod.revision
+                for w in self.workers.values()
+                if w.pod.role == role and takes_requests(w)
+            }
             for role in WORKER_ROLES
         ]
         return bool(revisions[0] & revisions[1])
@@ -216,5 +220,5 @@ class Simulation:
                 self._mark(name, ready=True)
 
 
-def _takes(worker: Worker) -> bool:
+def takes_requests(worker: Worker) -> bool:
     return worker.pod.ready and not worker.draining and not worker.pod.terminating

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers.simulated_cluster import INSTALLATION, Simulation, service
+from helpers.simulated_cluster import INSTALLATION, Simulation, service, takes_requests
 from kvasir.operator.cluster.difference import projection
 from kvasir.operator.cluster.drain import Drain, shrink
 from kvasir.operator.cluster.observed import (
@@ -274,6 +274,15 @@ def test_without_room_for_both_old_workers_go_first() -> None:
     assert not simulation.lost
 
 
+def test_both_roles_keep_the_same_one_of_two_old_revisions() -> None:
+    simulation = started()
+    for size, seconds in ((32, 4), (64, 4), (128, 20)):
+        simulation.spec = service(engine={"blockSize": size})
+        for _ in range(seconds):
+            simulation.step()
+            assert simulation.serves()
+
+
 def test_with_some_room_only_as_many_old_workers_go_first() -> None:
     simulation = Simulation(service(decode={"replicas": 4}), places=8)
     run(simulation, settled)
@@ -333,6 +342,8 @@ ACTIONS = st.lists(
 
 @settings(max_examples=30, deadline=None)
 @given(ACTIONS, st.sampled_from([6, 100]))
+# The growing role has no old workers left to give their places: the other role's have to.
+@example([("prefill", 2), ("engine", 32), ("decode", 3)], 6)
 def test_anything_in_any_order_ends_as_the_spec_wants(
     actions: list[tuple[str, int]], places: int
 ) -> None:
@@ -348,7 +359,7 @@ def test_anything_in_any_order_ends_as_the_spec_wants(
                 simulation.scale(action, value)
             case "requests":
                 for each in simulation.workers.values():
-                    each.requests = value if each.pod.ready and not each.draining else 0
+                    each.requests = value if takes_requests(each) else 0
             case "wait":
                 for _ in range(value):
                     simulation.step()

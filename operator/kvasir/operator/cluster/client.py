@@ -17,7 +17,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from prometheus_client import CollectorRegistry, Counter
 
 from kvasir.operator.cluster.difference import projection
-from kvasir.operator.cluster.names import GROUP, OPERATOR
+from kvasir.operator.cluster.names import GROUP, OPERATOR, SERVICE_LABEL
 from kvasir.operator.cluster.observed import Object, Reference, reference
 
 _PATHS = {
@@ -167,10 +167,13 @@ class Cluster:
         self._settled.pop((namespace, key), None)
         await self._unless_gone("delete", namespace, key, query={"propagationPolicy": "Background"})
 
-    def forget(self, namespace: str, keys: Sequence[Reference]) -> None:
-        """Objects that are gone for good."""
-        for key in keys:
-            self._settled.pop((namespace, key), None)
+    def forget(self, namespace: str, service: str) -> None:
+        """The objects of a ModelService that is gone."""
+        self._settled = {
+            key: (item, answer)
+            for key, (item, answer) in self._settled.items()
+            if key[0] != namespace or item["metadata"]["labels"][SERVICE_LABEL] != service
+        }
 
     async def _unless_gone(
         self,

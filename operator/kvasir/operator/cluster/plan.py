@@ -60,10 +60,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done now, in this order: apply, drains, resize, delete."""
+    """What is to be done now, in this order."""
 
-    apply: tuple[Object, ...]
     drains: Drain
+    apply: tuple[Object, ...]
     resize: tuple[Resize, ...] = ()
     delete: tuple[Reference, ...] = ()
     progress: Mapping[str, Progress] = field(default_factory=dict)
@@ -173,18 +173,28 @@ def _targets(
     """Deployment to the replicas that it should end with for now; whether old ones go first."""
     complete = all(_complete(role, newest[role], wanted[role], observed) for role in newest)
     targets: dict[str, int] = {}
-    drain_first = False
+    kept: dict[WorkerRole, Deployment] = {}
     for role, name in newest.items():
         old = [each for each in observed.of(role) if each.name != name]
         targets |= dict.fromkeys((each.name for each in old), 0)
         targets[name] = wanted[role]
         if old and not complete:
-            kept = max(old, key=lambda each: _worth(each, observed))
-            # Pods that are about to end will make room for as many.
-            homeless = _unschedulable(role, name, observed) - _ending(role, observed)
-            drain_first = drain_first or homeless > 0
-            targets[kept.name] = max(0, kept.replicas - max(0, homeless))
-    return targets, drain_first
+            kept[role] = max(old, key=lambda each: _worth(each, observed))
+    homeless = {role: _homeless(role, newest[role], observed) for role in newest}
+    for role, deployment in kept.items():
+        targets[deployment.name] = max(0, deployment.replicas - homeless[role])
+    # Where a role has no old worker left to give its place, those of the other one do, if new
+    # ones already do their work.
+    left = sum(
+        max(0, count - (kept[role].replicas if role in kept else 0))
+        for role, count in homeless.items()
+    )
+    for role, deployment in kept.items():
+        if left and _ready(role, newest[role], observed):
+            given = min(left, targets[deployment.name])
+            targets[deployment.name] -= given
+            left -= given
+    return targets, bool(kept) and any(homeless.values())
 
 
 def _ready(role: str, deployment: str, observed: Observed) -> int:
@@ -208,19 +218,25 @@ def _complete(role: str, deployment: str, wanted: int, observed: Observed) -> bo
     return used >= wanted
 
 
-def _unschedulable(role: str, deployment: str, observed: Observed) -> int:
-    return sum(
-        pod.fault is not None and pod.fault.reason == "Unschedulable" and not pod.terminating
-        for pod in observed.pods_of(role, deployment)
+def _homeless(role: str, deployment: str, observed: Observed) -> int:
+    """New workers that find no place, but for what pods that are about to end leave to them."""
+    pods = observed.pods_of(role)
+    waiting = sum(
+        pod.deployment == deployment
+        and pod.fault is not None
+        and pod.fault.reason == "Unschedulable"
+        and not pod.terminating
+        for pod in pods
     )
+    return max(0, waiting - sum(pod.terminating for pod in pods))
 
 
-def _ending(role: str, observed: Observed) -> int:
-    return sum(pod.terminating for pod in observed.pods_of(role))
+def _worth(deployment: Deployment, observed: Observed) -> tuple[int, int, str, int, str]:
+    """Which old Deployment to keep meanwhile: of the revision that serves best in all its roles.
 
-
-def _worth(deployment: Deployment, observed: Observed) -> tuple[int, int, str]:
-    """Which old Deployment to keep meanwhile: of the revision that serves best in all its roles."""
+    The revision decides before the Deployment does, so that no role keeps another one than the
+    others: routers pair workers within one revision.
+    """
     serving = [
         sum(
             _ready(role, each.name, observed)
@@ -229,7 +245,8 @@ def _worth(deployment: Deployment, observed: Observed) -> tuple[int, int, str]:
         )
         for role in names.WORKER_ROLES
     ]
-    return min(serving), _ready(deployment.role, deployment.name, observed), deployment.name
+    ready = _ready(deployment.role, deployment.name, observed)
+    return min(serving), sum(serving), deployment.revision, ready, deployment.name
 
 
 def _resized(sizes: Mapping[str, int], observed: Observed) -> Iterator[Resize]:

@@ -123,6 +123,7 @@ class Reconciler:
         body = await self._cluster.get(key.namespace, Reference(modelservice.KIND, key.name))
         if body is None or "deletionTimestamp" in body["metadata"]:
             self._autoscaler.forget(key)
+            self._cluster.forget(key.namespace, key.name)
             return None  # its objects go with it, by their owner references
         service = _Service(key, body)
         try:
