@@ -72,6 +72,8 @@ def _first_problem(error: ValidationError) -> ApiError:
     problem = reason.replace("Input should be", "must be").replace("should have", "must have")
     if kind == "missing":
         problem = "is required"
+    elif kind == "too_short":
+        problem = f"must have at least {found['ctx']['min_length']} item(s)"
     elif kind == UNKNOWN_FIELD:
         location = (*location, found["ctx"]["field"][:_SHOWN_INPUT])
     elif problem.startswith("must be") and kind not in _OWN_WORDS:

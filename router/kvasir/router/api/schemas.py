@@ -65,7 +65,7 @@ def _join_text_parts(content: object) -> object:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise PydanticCustomError(
                 "content",
-                'must have only parts like {{"type": "text", "text": "..."}}: '
+                'must have only parts like {"type": "text", "text": "..."}: '
                 "this model takes text alone",
             )
         lines.append(part["text"])

@@ -83,8 +83,8 @@ def check_window(param: str, prompt_tokens: int, card: ModelCard) -> ApiError | 
     if prompt_tokens < card.max_model_len:
         return None
     return too_long(
-        f"the {param} has {prompt_tokens} tokens, and the model's window of "
-        f"{card.max_model_len} tokens must also hold the answer; shorten the {param}",
+        f"{param}: {prompt_tokens} tokens, and the model's window of "
+        f"{card.max_model_len} tokens must also hold the answer; shorten {param}",
         param,
     )
 
