@@ -15,7 +15,15 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 from kvasir.proto.sampling import TokenLogprobs
-from kvasir.worker.contracts import Chunk, Request, Sampled, SampleSpec, StepPlan, StepResult
+from kvasir.worker.contracts import (
+    Chunk,
+    Computed,
+    Request,
+    Sampled,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+)
 
 SLOT_BYTES = 8
 _SLOT = struct.Struct("<II")
@@ -52,6 +60,8 @@ class FakeRunner:
         self.steps.append({chunk.request_id: len(chunk.token_ids) for chunk in plan.chunks})
         if len(self.steps[-1]) != len(plan.chunks):
             raise ValueError("a request has two chunks in one step")
+        for copy in plan.copies:
+            self._blocks[copy.target][:] = self._blocks[copy.source]
         return {chunk.request_id: self._compute(chunk) for chunk in plan.chunks}
 
     def read_blocks(self, block_ids: Sequence[int], filled_tokens: int) -> memoryview:
@@ -69,25 +79,28 @@ class FakeRunner:
         for i, block in enumerate(block_ids):
             self._blocks[block][:] = data[i * self.block_bytes : (i + 1) * self.block_bytes]
 
-    def _compute(self, chunk: Chunk) -> Sampled:
+    def _compute(self, chunk: Chunk) -> Computed:
         end = chunk.start + len(chunk.token_ids)
         if not chunk.token_ids or end > len(chunk.block_table) * self._block_size:
             raise ValueError(f"chunk [{chunk.start}, {end}) does not fit its block table")
         context = self._context(chunk)
         digest = zlib.crc32(context)
+        digests = []
         for position, token_id in enumerate(chunk.token_ids, chunk.start):
             slot = _SLOT.pack(token_id + 1, digest)
             block, offset = divmod(position, self._block_size)
             start = offset * SLOT_BYTES
             self._blocks[chunk.block_table[block]][start : start + SLOT_BYTES] = slot
             digest = zlib.crc32(slot, digest)
-        prompt_logprobs = _prompt_logprobs(chunk)
-        if chunk.sample is None:
-            return Sampled(prompt_logprobs=prompt_logprobs)
-        token_id = _draw(digest, chunk.sample, self._vocab_size, self._eos_token_ids)
-        wanted = chunk.sample.params.logprobs
-        logprobs = None if wanted is None else fake_logprobs(token_id, wanted)
-        return Sampled(token_id, logprobs, prompt_logprobs)
+            digests.append(digest)
+        drawn_from = digests[len(digests) - len(chunk.samples) :]
+        sampled = tuple(map(self._sample, drawn_from, chunk.samples))
+        return Computed(sampled, _prompt_logprobs(chunk))
+
+    def _sample(self, digest: int, spec: SampleSpec) -> Sampled:
+        token_id = _draw(digest, spec, self._vocab_size, self._eos_token_ids)
+        wanted = spec.params.logprobs
+        return Sampled(token_id, None if wanted is None else fake_logprobs(token_id, wanted))
 
     def _context(self, chunk: Chunk) -> bytes:
         """What the block table holds before the chunk."""

@@ -83,7 +83,7 @@ class TinyScheduler:
             token_ids=known[sequence.computed : end],
             start=sequence.computed,
             block_table=sequence.block_table,
-            sample=spec if end == len(known) else None,
+            samples=(spec,) if end == len(known) else (),
         )
 
     def step(self, chunk_tokens: int, max_output: int) -> bool:
@@ -96,10 +96,9 @@ class TinyScheduler:
         assert set(result) == {chunk.request_id for chunk in chunks}
         for sequence, chunk in zip(live, chunks, strict=True):
             sequence.computed += len(chunk.token_ids)
-            token = result[sequence.request_id].token_id
-            assert (token is not None) == (chunk.sample is not None)
-            if token is not None:
-                sequence.output.append(token)
+            drawn = result[sequence.request_id].sampled
+            assert len(drawn) == len(chunk.samples)
+            sequence.output.extend(one.token_id for one in drawn)
         return True
 
     def run(self, chunk_tokens: int, max_output: int) -> None:

@@ -81,11 +81,11 @@ def test_every_chunk_has_a_result_and_a_request_may_not_come_twice(tmp_path: Pat
     spec = SampleSpec(SamplingParams(temperature=0.0), 0, (), ())
     chunks = (
         Chunk("prefill", (1, 2, 3), 0, (0,)),
-        Chunk("decode", (4,), 0, (1,), sample=spec),
+        Chunk("decode", (4,), 0, (1,), samples=(spec,)),
     )
     result = runner.execute(StepPlan(chunks))
-    assert result["prefill"].token_id is None
-    assert result["decode"].token_id is not None
+    assert result["prefill"].sampled == ()
+    assert len(result["decode"].sampled) == 1
     assert runner.execute(StepPlan(())) == {}
     with pytest.raises(ValueError, match="twice"):
         runner.execute(StepPlan((chunks[0], chunks[0])))

@@ -55,11 +55,11 @@ def test_chunks_carry_what_the_runner_needs() -> None:
     bench = Bench(max_batched_tokens=4, prefix_caching=False)
     bench.scheduler.add(make_request("a", range(6), max_tokens=2, min_tokens=1, output_ids=(9,)))
     first, second = bench.step().chunks[0], bench.step().chunks[0]
-    assert (first.token_ids, first.start, first.sample) == ((0, 1, 2, 3), 0, None)
+    assert (first.token_ids, first.start, first.samples) == ((0, 1, 2, 3), 0, ())
     assert (second.token_ids, second.start) == ((4, 5, 9), 4)
-    assert second.sample is not None
-    assert (second.sample.index, second.sample.forbid_stop) == (1, False)
-    assert second.sample.prompt_ids == (0, 1, 2, 3, 4, 5)
+    (spec,) = second.samples
+    assert (spec.index, spec.forbid_stop) == (1, False)
+    assert spec.prompt_ids == (0, 1, 2, 3, 4, 5)
     assert first.block_table == second.block_table
     assert len(set(first.block_table)) == 2
 
@@ -261,8 +261,7 @@ def test_end_tokens_stop_unless_ignored_or_too_early() -> None:
         bench = Bench(eos_token_ids=frozenset({token}))
         bench.scheduler.add(make_request("a", range(5), 3, **changes))
         plan = bench.step()
-        spec = plan.chunks[0].sample
-        assert spec is not None
+        (spec,) = plan.chunks[0].samples
         assert spec.forbid_stop == ("min_tokens" in changes)
         steps(bench)
         assert len(bench.tokens("a")) == count

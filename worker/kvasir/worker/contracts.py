@@ -9,7 +9,7 @@ queues or sharing: it computes the chunks that a plan names. Nothing here does I
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -36,6 +36,8 @@ class Request:
     are computed like prompt tokens but count as output for sampling and limits.
     ``deadline`` is seconds since the Unix epoch; None for none. ``skip_tokens`` (PREFILL
     only) is how many leading tokens the receiver already has; a multiple of the block size.
+    Requests of one ``group`` have the same prompt, which is computed once for all of them if
+    they meet here; empty for a request without siblings.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class Request:
     deadline: float | None = None
     work: Work = Work.GENERATE
     skip_tokens: int = 0
+    group: str = ""
 
 
 # --- scheduler -> runner -------------------------------------------------------------------
@@ -54,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Draw one token after a chunk's last position.
+    """Draw one token after one position of a chunk.
 
     ``index`` is the number of the output token to draw, from 0: with the seed it alone
     fixes the random number. ``prompt_ids`` and ``output_ids`` feed the penalties.
@@ -68,6 +71,13 @@ class SampleSpec:
     output_ids: Sequence[int]
     forbid_stop: bool = False
 
+    def after(self, draft_ids: Sequence[int]) -> "SampleSpec":
+        """The spec of a later token, if ``draft_ids`` are the output tokens before it."""
+        index = self.index + len(draft_ids)
+        history = [*self.output_ids, *draft_ids]
+        forbid_stop = index < self.params.min_tokens
+        return SampleSpec(self.params, index, self.prompt_ids, history, forbid_stop)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -76,25 +86,52 @@ class Chunk:
     ``start`` tokens of the sequence are already in the KV cache, in the blocks of
     ``block_table``, which also has room for the new ones: token at position p lives in
     block ``block_table[p // block_size]`` at offset ``p % block_size``.
-    ``sample`` is set when the chunk ends the known tokens. ``prompt_logprobs`` k asks for
-    the logprob of each *following* prompt token at every position of this chunk.
+    ``samples`` is set when the chunk ends the known tokens: a token is drawn after each of the
+    last ``len(samples)`` positions. All but the first of these hold drafted tokens: guesses, right
+    if they are what is drawn there. ``num_to_draft`` asks the runner to draft that many itself,
+    after the last known token, and to treat them in the same way. ``prompt_logprobs`` k asks
+    for the logprob of each *following* prompt token at every position of this chunk.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
     block_table: tuple[int, ...]
-    sample: SampleSpec | None = None
+    samples: tuple[SampleSpec, ...] = ()
     prompt_logprobs: int | None = None
     next_token_id: int | None = None
     """The prompt token after the chunk, for ``prompt_logprobs``; None at the prompt's end."""
+    num_to_draft: int = 0
+
+    def with_drafts(self, draft_ids: Sequence[int]) -> "Chunk":
+        """This chunk, which draws one token, followed by guesses at that and later ones."""
+        (first,) = self.samples
+        later = (first.after(draft_ids[:count]) for count in range(1, len(draft_ids) + 1))
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *draft_ids),
+            samples=(first, *later),
+            num_to_draft=0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: block ``target`` gets all the bytes of block ``source``."""
+
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step: chunks keyed by request; decode chunks have one token."""
+    """One engine step: chunks keyed by request; decode chunks have one known token.
+
+    ``copies`` are made in their order, and before any chunk is computed.
+    """
 
     chunks: tuple[Chunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -106,14 +143,26 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What one chunk gave: a token if one was asked for, and prompt logprobs if asked for."""
+    """A token as it was drawn, and its logprobs if asked for."""
 
-    token_id: int | None = None
+    token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What one chunk gave: one drawn token for each of its samples, and prompt logprobs.
+
+    ``draft_ids`` are the tokens that the runner drafted itself; ``sampled`` then has one more
+    entry for each of them.
+    """
+
+    sampled: tuple[Sampled, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    draft_ids: tuple[int, ...] = ()
 
 
-StepResult = Mapping[str, Sampled]
+StepResult = Mapping[str, Computed]
 """By request id; an entry for every chunk of the plan."""
 
 
@@ -132,7 +181,7 @@ class Runner(Protocol):
     def block_bytes(self) -> int: ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute every chunk: write its KV, and sample where asked."""
+        """Copy blocks, then compute every chunk: write its KV, and sample where asked."""
         ...
 
     def read_blocks(self, block_ids: Sequence[int], filled_tokens: int) -> memoryview:

@@ -158,8 +158,6 @@ class Engine:
 
     def finish_receive(self, request_id: str, sampled: Sampled, holder_cached_tokens: int) -> None:
         """All KV of the prompt is committed, and this is the first token."""
-        if sampled.token_id is None:
-            raise ValueError("a finished receive needs the first token")
         with self._wake:
             self._queue(
                 lambda: self._scheduler.finish_receive(request_id, sampled, holder_cached_tokens)

@@ -5,13 +5,13 @@ in hand: two plans with the same chunks give the same result.
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
 from kvasir.proto.sampling import TokenLogprobs
-from kvasir.worker.contracts import Chunk, Sampled, StepPlan, StepResult
+from kvasir.worker.contracts import Chunk, Computed, Sampled, StepPlan, StepResult
 from kvasir.worker.model.attention import build_batch, sorted_for_attention
 from kvasir.worker.model.decoder import Decoder
 from kvasir.worker.model.kv_cache import KvCache
@@ -39,21 +39,18 @@ class TorchRunner:
         return self._cache.block_bytes
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute every chunk: write its KV, and sample where asked."""
+        """Copy blocks, then compute every chunk: write its KV, and sample where asked."""
         if not plan.chunks:
             return {}
         if len({chunk.request_id for chunk in plan.chunks}) != len(plan.chunks):
             raise ValueError("a plan names a request twice")
         chunks = sorted_for_attention(plan.chunks)
         with torch.inference_mode():
+            self._cache.copy_blocks(plan.copies)
             hidden = self._forward(chunks)
             sampled = self._sample(hidden, chunks)
             return {
-                chunk.request_id: Sampled(
-                    token_id=drawn.token_id,
-                    logprobs=drawn.logprobs,
-                    prompt_logprobs=self._prompt_logprobs(hidden[first:end], chunk),
-                )
+                chunk.request_id: Computed(drawn, self._prompt_logprobs(hidden[first:end], chunk))
                 for chunk, drawn, (first, end) in zip(chunks, sampled, _rows(chunks), strict=True)
             }
 
@@ -83,20 +80,15 @@ class TorchRunner:
             self._cache,
         )
 
-    def _sample(self, hidden: Tensor, chunks: Sequence[Chunk]) -> list[Sampled]:
-        """One entry per chunk, empty where no token is asked for."""
-        asked = [
-            (index, end - 1, spec)
-            for index, ((_, end), chunk) in enumerate(zip(_rows(chunks), chunks, strict=True))
-            if (spec := chunk.sample) is not None
-        ]
-        results = [Sampled()] * len(chunks)
-        if asked:
-            logits = self._decoder.logits(hidden[[row for _, row, _ in asked]])
-            drawn = sample(logits, [spec for _, _, spec in asked], self._eos_token_ids)
-            for (index, _, _), token in zip(asked, drawn, strict=True):
-                results[index] = token
-        return results
+    def _sample(self, hidden: Tensor, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
+        """For each chunk, a token after each of its last ``len(chunk.samples)`` rows."""
+        specs = [spec for chunk in chunks for spec in chunk.samples]
+        if not specs:
+            return [()] * len(chunks)
+        ends = zip(_rows(chunks), chunks, strict=True)
+        rows = [row for (_, end), chunk in ends for row in range(end - len(chunk.samples), end)]
+        drawn = iter(sample(self._decoder.logits(hidden[rows]), specs, self._eos_token_ids))
+        return [tuple(islice(drawn, len(chunk.samples))) for chunk in chunks]
 
     def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
         """Of the token that follows each position; the last one's may be unknown."""

@@ -10,7 +10,8 @@ A step is made in four phases, each in the order of (priority, arrival):
     decode    one token for each sequence that lacks only its last token's KV; when no block
               is left for it, preempt the last preemptible sequence
     prefill   the rest of the token budget, in chunks, to running sequences
-    admit     waiting requests, strictly in order, while blocks for all their tokens are there
+    admit     waiting requests, strictly in order, while blocks for all their tokens are there;
+              but whose sibling is computing the same prompt is passed over until it has
 
 Invariants:
 
@@ -18,12 +19,12 @@ Invariants:
   The first sequence in order can thus always go on, and no two can starve each other.
 - Blocks that another worker reads (HOLDING, or a prefill on its way there) or writes
   (RECEIVING) are never preempted.
-- A block that is stored in the prefix cache is never written.
+- A block that is stored in the prefix cache, or that two sequences hold, is never written.
 - With no sequence alive, no block is referenced (``check``).
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.worker.block_pool import InvariantError
@@ -43,6 +44,7 @@ from kvasir.worker.contracts import (
 from kvasir.worker.kv_blocks import KvBlocks
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.sequence import Sequence, State
+from kvasir.worker.siblings import Siblings
 from kvasir.worker.signals import Progress, Reserved, Signal
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -55,6 +57,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # both lists in the order of Sequence.key
         self._running: list[Sequence] = []  # RUNNING and RECEIVING; HOLDING ones are in neither
+        self._siblings = Siblings()
         self._arrivals = 0
         self._query_tokens = 0
         self._hit_tokens = 0
@@ -78,6 +81,7 @@ class Scheduler:
             self._outputs.append(Output(request.request_id, finish=Finish.LENGTH))
             return
         self._sequences[request.request_id] = sequence
+        self._siblings.add(sequence)
         insort(self._waiting, sequence, key=_key)
 
     def abort(self, request_id: str) -> bool:
@@ -118,7 +122,7 @@ class Scheduler:
         self._kv.computed(sequence, sequence.num_tokens)
         own = sequence.report.cached_tokens if sequence.report else 0
         sequence.report_cached(own + holder_cached_tokens, PrefillOutcome.REMOTE)
-        self._append(sequence, sampled)
+        self._append(sequence, (sampled,))
 
     def fail_receive(self, request_id: str, *, peer_fault: bool = False) -> None:
         """Go on from the contiguous committed blocks and compute the rest here."""
@@ -160,18 +164,18 @@ class Scheduler:
         # Blocks that a preemption has just won are for the running ones, if there are any left.
         if not chunks or self._preemptions == preemptions:
             chunks.extend(self._admit(budget))
-        return StepPlan(tuple(chunks))
+        return StepPlan(tuple(chunks), self._kv.take_copies())
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Take what the runner made of ``plan``, the latest one."""
         for chunk in plan.chunks:
-            sequence, sampled = self._sequences[chunk.request_id], result[chunk.request_id]
-            sequence.collect(sampled.prompt_logprobs)
+            sequence, computed = self._sequences[chunk.request_id], result[chunk.request_id]
+            sequence.collect(computed.prompt_logprobs)
             self._kv.computed(sequence, chunk.start + len(chunk.token_ids))
             if sequence.request.work is Work.PREFILL:
                 self._signals.append(Progress(sequence.request_id, sequence.num_computed))
-            if chunk.sample is not None:
-                self._append(sequence, sampled)
+            if chunk.samples:
+                self._append(sequence, computed.sampled)
 
     # --- the outbox and the gauges -----------------------------------------------------------
 
@@ -211,7 +215,7 @@ class Scheduler:
         return Load(
             running=len(admitted),
             waiting=len(self._waiting),
-            queued_prefill_tokens=sum(s.num_tokens for s in self._waiting)
+            queued_prefill_tokens=sum(self._to_compute(s) for s in self._waiting)
             + sum(
                 s.num_uncomputed for s in admitted if s.state is State.RUNNING and not s.is_decoding
             ),
@@ -278,12 +282,18 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        while self._waiting and len(self._running) < self._config.max_running_requests:
-            sequence = self._waiting[0]
-            receives = _receives(sequence)
-            if not (budget or receives) or not self._reserve(sequence):
+        index = 0
+        limit = self._config.max_running_requests
+        while index < len(self._waiting) and len(self._running) < limit:
+            sequence = self._waiting[index]
+            lender = self._siblings.lender(sequence)
+            if lender is None and self._siblings.is_awaited(sequence):
+                index += 1
+                continue
+            receives = lender is None and _receives(sequence)
+            if not (budget or receives) or not self._reserve(sequence, lender):
                 break
-            del self._waiting[0]
+            del self._waiting[index]
             insort(self._running, sequence, key=_key)
             if receives:
                 sequence.state = State.RECEIVING
@@ -297,13 +307,14 @@ class Scheduler:
             budget -= len(chunks[-1].token_ids)
         return chunks
 
-    def _reserve(self, sequence: Sequence) -> bool:
+    def _reserve(self, sequence: Sequence, lender: Sequence | None) -> bool:
         """Blocks for an admission, or False.
 
         One block for each running sequence that still grows is left over. Without it, a newcomer
         in a full pool would be preempted again before its prefill is of use.
         """
-        if not self._kv.reserve(sequence, spare=sum(s.can_grow for s in self._running)):
+        spare = sum(s.can_grow for s in self._running)
+        if not self._kv.reserve(sequence, spare, lender):
             return False
         if sequence.report is None:
             sequence.report_cached(sequence.num_computed, PrefillOutcome.LOCAL)
@@ -313,12 +324,18 @@ class Scheduler:
 
     # --- small steps -------------------------------------------------------------------------
 
+    def _to_compute(self, sequence: Sequence) -> int:
+        """Tokens that a waiting sequence is going to compute; its siblings' prompt counts once."""
+        if self._siblings.follows(sequence):
+            return max(1, len(sequence.output_ids))
+        return sequence.num_tokens
+
     def _receiving(self, request_id: str) -> Sequence | None:
         sequence = self._sequences.get(request_id)
         return sequence if sequence and sequence.state is State.RECEIVING else None
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
-        output = sequence.append(sampled)
+    def _append(self, sequence: Sequence, drawn: Iterable[Sampled]) -> None:
+        output = sequence.append(drawn)
         self._outputs.append(output)
         if output.finish is None:
             return
@@ -330,6 +347,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._kv.release(sequence)
+        self._siblings.remove(sequence)
         del self._sequences[sequence.request_id]
         if sequence.state is State.WAITING:
             self._waiting.remove(sequence)

@@ -9,6 +9,7 @@ or of time.
        └──▶ RECEIVING ──▶ RUNNING             RECEIVING: blocks reserved, KV comes from outside
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
@@ -170,7 +171,7 @@ class Sequence:
             self.tokens(start, end),
             start,
             self.block_table,
-            self._sample_spec() if end == self.num_tokens else None,
+            (self._sample_spec(),) if end == self.num_tokens else (),
             logprobs,
             following,
         )
@@ -179,28 +180,37 @@ class Sequence:
         """Keep the prompt logprobs of one computed chunk until the first output."""
         self._prompt_logprobs.extend(prompt_logprobs)
 
-    def append(self, sampled: Sampled) -> Output:
-        """Add a drawn token; the output that tells of it says whether the sequence is finished."""
-        if sampled.token_id is None:
-            raise ValueError(f"no token was drawn for request {self.request_id}")
-        stoppable = len(self.output_ids) >= self.request.sampling.min_tokens
-        self.output_ids.append(sampled.token_id)
+    def append(self, drawn: Iterable[Sampled]) -> Output:
+        """Add drawn tokens, in order, up to the one that ends the sequence, if any does.
+
+        The output that tells of them says whether the sequence is finished.
+        """
         finish = None
-        if stoppable and sampled.token_id in self._stop_ids:
-            finish = Finish.STOP
-        elif len(self.output_ids) >= self._limit or self.request.work is Work.PREFILL:
-            finish = Finish.LENGTH
+        taken: list[Sampled] = []
+        for sampled in drawn:
+            taken.append(sampled)
+            if (finish := self._append(sampled.token_id)) is not None:
+                break
         first = not self._reported
         with_prompt = first and self.request.sampling.prompt_logprobs is not None
         self._reported = True
         return Output(
             self.request_id,
-            (sampled.token_id,),
-            () if sampled.logprobs is None else (sampled.logprobs,),
+            tuple(sampled.token_id for sampled in taken),
+            tuple(sampled.logprobs for sampled in taken if sampled.logprobs is not None),
             finish,
             prefill=self.report if first else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if with_prompt else (),
         )
+
+    def _append(self, token_id: int) -> Finish | None:
+        stoppable = len(self.output_ids) >= self.request.sampling.min_tokens
+        self.output_ids.append(token_id)
+        if stoppable and token_id in self._stop_ids:
+            return Finish.STOP
+        if len(self.output_ids) >= self._limit or self.request.work is Work.PREFILL:
+            return Finish.LENGTH
+        return None
 
     def report_cached(
         self, tokens: int, outcome: PrefillOutcome, *, peer_fault: bool = False
