@@ -31,9 +31,10 @@ def generation(
     max_tokens: int = 20,
     seed: int = 5,
     sampling: SamplingParams | None = None,
+    group: str = "",
 ) -> Generation:
     sampling = sampling or SamplingParams(seed=seed, max_tokens=max_tokens)
-    return Generation(request_id, prompt, sampling)
+    return Generation(request_id, prompt, sampling, group=group)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -26,6 +26,7 @@ def make_request(
     deadline: float | None = None,
     cache_salt: bytes = b"",
     skip_tokens: int = 0,
+    group: str = "",
     ignore_eos: bool = True,
     **sampling: object,
 ) -> Request:
@@ -41,6 +42,7 @@ def make_request(
         deadline,
         work,
         skip_tokens,
+        group,
     )
 
 

@@ -11,7 +11,7 @@ from kvasir.proto.blocks import block_hashes
 from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.router.config import Disaggregation
-from kvasir.router.contracts import TokenEvent
+from kvasir.router.contracts import Finished, TokenEvent
 from kvasir.router.speculation import SPECULATION_SECONDS
 
 
@@ -120,3 +120,31 @@ async def test_a_broken_transfer_opens_the_breaker_of_a_prefill_worker_at_fault(
     other = tuple(reversed(LONG))
     await collect(dispatcher, generation("b", prompt=other, max_tokens=2))
     assert [s.HasField("prefill") for s in decode.submits] == [True, not peer_fault]
+
+
+# --- groups --------------------------------------------------------------------------------
+
+
+async def test_siblings_follow_each_other_and_leave_a_worker_that_refuses(stage: Stage) -> None:
+    gate = asyncio.Event()
+    workers = [await stage.worker(f"w{i}", script=Script(first_token_gate=gate)) for i in range(3)]
+    dispatcher = await stage.dispatcher(ready=3)
+    # Not a block long, so that no prefix draws them together.
+    short = PROMPT[: BLOCK_SIZE - 1]
+    serving = [
+        asyncio.create_task(
+            collect(dispatcher, generation(f"g-{i}", prompt=short, max_tokens=2, group="g"))
+        )
+        for i in range(6)
+    ]
+    await until(lambda: sum(len(worker.submits) for worker in workers) == 6)
+    assert sorted(len(worker.submits) for worker in workers) == [0, 0, 6]
+    assert {submit.group for worker in workers for submit in worker.submits} == {"g"}
+    home = next(worker for worker in workers if worker.submits)
+    await home.stop()
+    gate.set()
+    answers = await asyncio.gather(*serving)
+    assert all(isinstance(events[-1], Finished) for events in answers)
+    replayed = [len(worker.submits) for worker in workers if worker is not home]
+    assert sorted(replayed) == [0, 6], "they move together"
+    assert dispatcher._placer._homes == {}

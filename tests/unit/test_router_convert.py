@@ -12,7 +12,7 @@ from kvasir.router.prefix_index import Cleared, Removed, Stored
 
 def test_a_new_request_and_its_replay() -> None:
     sampling = SamplingParams(seed=2**63, max_tokens=9, prompt_logprobs=2)
-    generation = Generation("r", (1, 2), sampling, b"salt", priority=-3)
+    generation = Generation("r", (1, 2), sampling, b"salt", priority=-3, group="g")
     new = submit_to_proto(generation, "r", [], None)
     assert (new.request_id, list(new.prompt_token_ids)) == ("r", [1, 2])
     assert (new.cache_salt, new.priority, new.deadline) == (b"salt", -3, 0)
@@ -21,6 +21,7 @@ def test_a_new_request_and_its_replay() -> None:
     assert not new.HasField("prefill")
     replay = submit_to_proto(generation, "r~1", [7, 8], pb.PrefillPeer(worker_id="p"))
     assert list(replay.output_token_ids) == [7, 8]
+    assert new.group == replay.group == "g"
     assert replay.sampling.prompt_logprobs == -1
     assert replay.prefill.worker_id == "p"
 

@@ -22,15 +22,17 @@ def requests(draw: st.DrawFn) -> list[Request]:
     made = []
     for i in range(draw(st.integers(2, 8))):
         max_tokens = draw(st.sampled_from([1, 2, 10, 15, 20]))
+        sibling = draw(st.sampled_from([None, *made]))
         made.append(
             make_request(
                 f"r{i}",
-                draw(PROMPTS),
+                draw(PROMPTS) if sibling is None else sibling.prompt_ids,
                 max_tokens,
+                group=f"group {i}" if sibling is None else sibling.group,
                 work=draw(st.sampled_from([Work.GENERATE, Work.GENERATE, Work.RECEIVE])),
                 output_ids=tuple(draw(st.sampled_from([[], [], [1], [2] * max_tokens]))),
                 priority=draw(st.integers(0, 2)),
-                cache_salt=draw(st.sampled_from([b"", b"", b"tenant"])),
+                cache_salt=draw(st.sampled_from([b"", b"", b"", b"tenant"])),
                 ignore_eos=draw(st.sampled_from([True, True, False])),
                 stop_token_ids=frozenset(draw(st.lists(st.integers(0, VOCAB_SIZE), max_size=1))),
                 min_tokens=draw(st.integers(0, 3)),

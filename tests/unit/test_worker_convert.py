@@ -60,6 +60,7 @@ def test_a_submit_becomes_a_request() -> None:
     message = submit()
     message.output_token_ids.extend([5, 6])
     message.cache_salt = b"tenant"
+    message.group = "g"
     message.priority = -3
     message.deadline = 1.5
     message.sampling.temperature = 0.5
@@ -73,6 +74,7 @@ def test_a_submit_becomes_a_request() -> None:
     assert request.prompt_ids == (1, 2, 999)
     assert request.output_ids == (5, 6)
     assert (request.cache_salt, request.priority, request.deadline) == (b"tenant", -3, 1.5)
+    assert request.group == "g"
     assert request.work is Work.GENERATE
     assert request.sampling == SamplingParams(
         temperature=0.5,
@@ -101,6 +103,7 @@ SPOILED: list[tuple[str, Spoil]] = [
     ("prompt", lambda m: m.prompt_token_ids.append(2**32 - 1)),
     ("prompt", lambda m: m.output_token_ids.append(1000)),
     ("cache_salt", lambda m: setattr(m, "cache_salt", bytes(1025))),
+    ("group", lambda m: setattr(m, "group", "g" * 257)),
     ("deadline", lambda m: setattr(m, "deadline", math.nan)),
     ("deadline", lambda m: setattr(m, "deadline", math.inf)),
     ("deadline", lambda m: setattr(m, "deadline", -1)),

@@ -21,7 +21,8 @@ class Generation:
     """One child of an API request: one prompt, one sequence of output tokens.
 
     ``request_id`` is made by the router and unique; a client's own id is only a label. The
-    seed is always set, so that a replay draws the same tokens.
+    seed is always set, so that a replay draws the same tokens. Generations of one ``group``
+    have the same prompt, and are kept together where that is possible; empty for none.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Generation:
     sampling: SamplingParams
     cache_salt: bytes = b""
     priority: int = 0
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ def submit_to_proto(
         sampling=generation.sampling.to_proto(),
         cache_salt=generation.cache_salt,
         priority=generation.priority,
+        group=generation.group,
     )
     if output_ids:
         submit.sampling.prompt_logprobs = -1

@@ -1,8 +1,8 @@
 """Where one generation goes: the choice applied to the fleet, and the charge it makes."""
 
 import random
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvasir.proto.blocks import block_hashes, cacheable_blocks
 from kvasir.router.config import Disaggregation
@@ -25,6 +25,8 @@ class Placement:
     """A choice made and charged under ``wire_id``."""
 
     wire_id: str
+    siblings: str
+    """Group of the generation."""
     group: Group
     decode: Member
     prefill: Member | None
@@ -36,6 +38,14 @@ class Placement:
     @property
     def members(self) -> tuple[Member, ...]:
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+
+@dataclass(slots=True)
+class _Home:
+    """Where the generations of one group are: the worker of the latest one."""
+
+    worker: str
+    wire_ids: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +62,17 @@ class _Prompt:
 
 
 class Placer:
-    """Chooses workers for generations and keeps their loads charged."""
+    """Chooses workers for generations and keeps their loads charged.
+
+    The generations of a group share the prompt's KV if they meet on one worker, so each follows
+    those before it, whatever that costs, unless their worker may not be chosen any more.
+    """
 
     def __init__(self, fleet: Fleet, settings: Disaggregation, rng: random.Random) -> None:
         self._fleet = fleet
         self._settings = settings
         self._rng = rng
+        self._homes: dict[str, _Home] = {}
 
     def place(
         self,
@@ -79,7 +94,7 @@ class Placer:
         """
         prompts: dict[int, _Prompt] = {}
         best: tuple[float, Group, str] | None = None
-        for group, loads in self._fleet.decode_groups(began):
+        for group, loads in self._decode_groups(generation, began, exclude):
             prompt = prompts.get(group.block_size)
             if prompt is None:
                 prompt = self._prompt(generation, output_ids, group.block_size)
@@ -93,7 +108,10 @@ class Placer:
         prompt = prompts[group.block_size]
         decode = self._fleet.member(worker)
         prefill, decision = self._prefill_worker(generation, group, decode, prompt)
-        placement = Placement(wire_id, group, decode, prefill, decision, prompt.chain)
+        placement = Placement(
+            wire_id, generation.group, group, decode, prefill, decision, prompt.chain
+        )
+        self._settle(placement)
         self._charge(placement, prompt)
         self.speculate(placement)
         return placement
@@ -111,11 +129,35 @@ class Placer:
         for member in placement.members:
             member.load.release(placement.wire_id)
             self._fleet.refresh(member)
+        home = self._homes.get(placement.siblings)
+        if home is not None:
+            home.wire_ids.discard(placement.wire_id)
+            if not home.wire_ids:
+                del self._homes[placement.siblings]
 
     def speculate(self, placement: Placement) -> None:
         """The workers are going to hold the prompt: prompts with its prefix may follow it."""
         for member in placement.members:
             self._fleet.index.speculate(member.worker_id, placement.chain)
+
+    def _decode_groups(
+        self, generation: Generation, began: Group | None, exclude: Container[str]
+    ) -> Sequence[tuple[Group, Mapping[str, float]]]:
+        """Eligible workers: the one of the generation's siblings alone, if that is one of them."""
+        groups = self._fleet.decode_groups(began)
+        home = self._homes.get(generation.group)
+        if home is None or home.worker in exclude:
+            return groups
+        worker = home.worker
+        return [(g, {worker: loads[worker]}) for g, loads in groups if worker in loads] or groups
+
+    def _settle(self, placement: Placement) -> None:
+        """Generations of the same group are to follow this one."""
+        if placement.siblings:
+            worker = placement.decode.worker_id
+            home = self._homes.setdefault(placement.siblings, _Home(worker))
+            home.worker = worker
+            home.wire_ids.add(placement.wire_id)
 
     def _prompt(
         self, generation: Generation, output_ids: Sequence[int], block_size: int

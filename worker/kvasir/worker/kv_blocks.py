@@ -2,12 +2,17 @@
 
 Owns the block pool and its prefix cache, and with them the ``block_table``, ``num_computed`` and
 ``num_stored`` of every sequence. Must not decide which sequence gets blocks.
+
+A block that others hold too, or that the prefix cache may lend, is never written. A sequence
+that is about to write to such a block gets a copy of it (copy-on-write). That can only be the
+block of its first uncomputed token: the blocks after it hold nothing that anyone could share.
 """
 
 from collections.abc import Iterable
 
 from kvasir.proto.blocks import cacheable_blocks
 from kvasir.worker.block_pool import BlockPool, InvariantError
+from kvasir.worker.contracts import BlockCopy
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.prefix_cache import PrefixCache
 from kvasir.worker.sequence import Sequence
@@ -18,34 +23,63 @@ class KvBlocks:
         self._block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.cache = PrefixCache(self.pool, enabled=config.prefix_caching)
+        self._copies: list[BlockCopy] = []
 
-    def reserve(self, sequence: Sequence, spare: int) -> bool:
-        """Blocks for all known tokens, the cached prefix among them.
+    def reserve(self, sequence: Sequence, spare: int, lender: Sequence | None = None) -> bool:
+        """Blocks for all known tokens: shared ones for what is computed already, others to write.
 
-        False, with nothing changed, if that would leave fewer than ``spare`` blocks to allocate.
+        ``lender`` has computed the same prompt. False, with nothing changed, if that would leave
+        fewer than ``spare`` blocks to allocate.
         """
+        shared, num_computed = self._computed_prefix(sequence, lender)
+        copied = len(shared) - num_computed // self._block_size
+        fresh = sequence.blocks_for(sequence.num_tokens) - len(shared) + copied
+        if not self.cache.can_allocate(fresh, shared=shared, spare=spare):
+            return False
+        table = self.cache.allocate(0, shared)
+        if table is None:
+            raise InvariantError(f"{len(shared)} blocks cannot be shared")
+        sequence.block_table = table
+        sequence.num_computed = num_computed
+        sequence.num_stored = num_computed // self._block_size if self.cache.enabled else 0
+        if not self.grow(sequence):
+            raise InvariantError(f"{fresh} blocks were promised and are not there")
+        return True
+
+    def _computed_prefix(
+        self, sequence: Sequence, lender: Sequence | None
+    ) -> tuple[tuple[int, ...], int]:
+        """Blocks with KV of leading tokens, and how many tokens: never the last one."""
         hits: tuple[int, ...] = ()
         if self.cache.enabled and not sequence.wants_prompt_logprobs:
             hits = self.cache.lookup(sequence.hashes(self.cacheable(sequence)))
-        fresh = sequence.blocks_for(sequence.num_tokens) - len(hits)
-        if not self.cache.can_allocate(fresh, shared=hits, spare=spare):
-            return False
-        table = self.cache.allocate(fresh, hits)
-        if table is None:
-            raise InvariantError(f"{fresh} blocks were promised and are not there")
-        sequence.block_table = table
-        sequence.num_stored = len(hits)
-        sequence.num_computed = len(hits) * self._block_size
-        return True
+        num_hit = len(hits) * self._block_size
+        if lender is not None:
+            num_lent = min(len(sequence.request.prompt_ids), sequence.num_tokens - 1)
+            if num_lent > num_hit:
+                return lender.block_table[: sequence.blocks_for(num_lent)], num_lent
+        return hits, num_hit
 
     def grow(self, sequence: Sequence) -> bool:
-        """Make room for all known tokens; False if the blocks are not there."""
-        missing = sequence.blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        fresh = self.cache.allocate(missing)
+        """Room for all known tokens that can be written to; False if the blocks are not there."""
+        table = list(sequence.block_table)
+        first = sequence.num_computed // self._block_size
+        shared = first < len(table) and not self.cache.is_writable(table[first])
+        missing = sequence.blocks_for(sequence.num_tokens) - len(table)
+        fresh = self.cache.allocate(missing + shared)
         if fresh is None:
             return False
-        sequence.block_table += fresh
+        if shared:
+            source, table[first], fresh = table[first], fresh[0], fresh[1:]
+            self._copies.append(BlockCopy(source, table[first]))
+            self.cache.release((source,))
+        sequence.block_table = (*table, *fresh)
         return True
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Copies to make, in order, before any block is written."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of the first ``num_tokens`` tokens is there; share the blocks that are full."""

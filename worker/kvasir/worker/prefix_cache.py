@@ -77,6 +77,10 @@ class PrefixCache:
             raise InvariantError(f"{count} blocks were promised and are not there")
         return (*shared, *fresh)
 
+    def is_writable(self, block: int) -> bool:
+        """Whether a sequence that holds the block may write to it: no one else ever reads it."""
+        return self._pool.references(block) == 1 and block not in self._hash_of
+
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int], done: int) -> tuple[int, ...]:
         """Make a sequence's complete blocks available to others.
 

@@ -402,6 +402,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Made by the router, unique per child of a request."""
     cache_salt: _builtins.bytes
@@ -410,6 +411,10 @@ class Submit(_message.Message):
     """Lower runs first; ties by arrival."""
     deadline: _builtins.float
     """Seconds since the Unix epoch after which the answer is of no use; 0: none."""
+    group: _builtins.str
+    """Requests of one group have the same prompt and salt, as the choices of an n > 1 request
+    do. A worker computes or fetches it once for those that it has; empty: no siblings.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -435,10 +440,11 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         prefill: Global___PrefillPeer | None = ...,
         deadline: _builtins.float = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline", b"deadline", "output_token_ids", b"output_token_ids", "prefill", b"prefill", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline", b"deadline", "group", b"group", "output_token_ids", b"output_token_ids", "prefill", b"prefill", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,7 @@ class Plan:
         generations: list[Generation] = []
         choices: list[Choice] = []
         for prompt in prompts:
+            group = f"{common.request_id}-{len(choices)}" if common.n > 1 else ""
             for child in range(common.n):
                 index = len(choices)
                 seed = child_seed(prompt.sampling.seed, child)
@@ -59,6 +60,7 @@ class Plan:
                         sampling=sampling,
                         cache_salt=common.cache_salt,
                         priority=common.priority,
+                        group=group,
                     )
                 )
                 choices.append(Choice(index, tokenizer, sampling, common.stops, prompt.echo))

@@ -7,11 +7,12 @@ writes (a row is one token's); neither copies or reorders the rest. The cache kn
 of sequences: which block belongs to whom is the scheduler's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
+from kvasir.worker.contracts import BlockCopy
 from kvasir.worker.model.config import ModelConfig
 
 
@@ -79,6 +80,11 @@ class KvCache:
         copied[whole:] = 0
         flat: np.ndarray = copied.cpu().view(-1).view(torch.uint8).numpy()
         return flat.data
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy whole blocks, one after the other: a source may be the target of an earlier copy."""
+        for copy in copies:
+            self._data[copy.target].copy_(self._data[copy.source])
 
     def write_blocks(self, block_ids: Sequence[int], payload: memoryview) -> None:
         """Overwrite blocks with bytes of ``read_blocks``, of the same layout."""

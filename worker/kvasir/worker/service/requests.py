@@ -71,6 +71,7 @@ def read_submit(message: pb.Submit, limits: Limits) -> Request | Refusal:
             cache_salt=_read_salt(message.cache_salt),
             priority=message.priority,
             deadline=message.deadline or None,
+            group=_read_group(message.group),
         )
     except _InvalidError as error:
         return error.refusal
@@ -125,6 +126,12 @@ def read_prefill(
 def _check_id(request_id: str) -> None:
     if not 1 <= len(request_id) <= _MAX_ID_LENGTH:
         raise _InvalidError("request_id", f"request_id must have 1 to {_MAX_ID_LENGTH} characters")
+
+
+def _read_group(group: str) -> str:
+    if len(group) > _MAX_ID_LENGTH:
+        raise _InvalidError("group", f"group must have at most {_MAX_ID_LENGTH} characters")
+    return group
 
 
 def _read_salt(salt: bytes) -> bytes:
