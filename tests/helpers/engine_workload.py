@@ -52,12 +52,15 @@ class Bench:
     ``check`` runs after every step.
     """
 
-    def __init__(self, num_blocks: int = 16, **config: object) -> None:
+    def __init__(
+        self, num_blocks: int = 16, vocab_size: int = VOCAB_SIZE, **config: object
+    ) -> None:
         settings: dict[str, object] = {"max_model_len": 1000, "eos_token_ids": EOS} | config
         self.scheduler = Scheduler(
             SchedulerConfig(num_blocks, BLOCK_SIZE, **settings)  # type: ignore[arg-type]  # by name
         )
-        self.runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, EOS)
+        self.vocab_size = vocab_size
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE, vocab_size, EOS)
         self.outputs: defaultdict[str, list[Output]] = defaultdict(list)
         self.reserved: list[Reserved] = []
         self.progress: list[Progress] = []
@@ -65,7 +68,9 @@ class Bench:
     def step(self, now: float = 0.0) -> StepPlan:
         plan = self.scheduler.plan(now)
         self._collect()
-        self.scheduler.update(plan, self.runner.execute(plan))
+        # A step of the fake costs as much as nine rows more than it has.
+        seconds = 9.0 + plan.num_tokens
+        self.scheduler.update(plan, self.runner.execute(plan), seconds)
         self._collect()
         self.scheduler.check()
         return plan
@@ -106,11 +111,11 @@ class Bench:
                 self.progress.append(signal)
 
 
-def remote_prefill(request: Request) -> tuple[memoryview, Sampled]:
+def remote_prefill(request: Request, vocab_size: int = VOCAB_SIZE) -> tuple[memoryview, Sampled]:
     """All KV of a request's known tokens, and its first token, from a prefill worker of its own."""
     known = len(request.prompt_ids) + len(request.output_ids)
     count = -(-known // BLOCK_SIZE)
-    holder = Bench(count)
+    holder = Bench(count, vocab_size)
     holder.scheduler.add(replace(request, work=Work.PREFILL, deadline=None))
     holder.run()
     payload = holder.read(request.request_id, 0, count)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from helpers.engine_workload import BLOCK_SIZE, EOS, VOCAB_SIZE, Bench, make_request, remote_prefill
 from helpers.fake_runner import expected_tokens, fake_logprobs
 from kvasir.worker.contracts import Finish, PrefillOutcome, Request, Work
+from kvasir.worker.speculation.config import Method, SpeculationConfig
 
 # Few tokens and short periods, so that prompts share prefixes and blocks often.
 PROMPTS = st.builds(
@@ -19,7 +20,7 @@ PROMPTS = st.builds(
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[Request]:
-    made = []
+    made: list[Request] = []
     for i in range(draw(st.integers(2, 8))):
         max_tokens = draw(st.sampled_from([1, 2, 10, 15, 20]))
         sibling = draw(st.sampled_from([None, *made]))
@@ -39,9 +40,18 @@ def requests(draw: st.DrawFn) -> list[Request]:
                 temperature=draw(st.sampled_from([0.0, 1.0])),
                 seed=draw(st.integers(0, 3)),
                 prompt_logprobs=draw(st.sampled_from([None, None, 1])),
+                logprobs=draw(st.sampled_from([None, 2])),
             )
         )
     return made
+
+
+SPECULATION = st.none() | st.builds(
+    SpeculationConfig,
+    method=st.sampled_from(Method),
+    num_tokens=st.integers(1, 6),
+    adaptive=st.booleans(),
+)
 
 
 @dataclass
@@ -96,7 +106,7 @@ class Workload:
         self.bench.reserved.clear()
         for request_id in sorted(self.receiving):
             request, fate = self.requests[request_id], self.fates[request_id]
-            payload, sampled = remote_prefill(request)
+            payload, sampled = remote_prefill(request, self.bench.vocab_size)
             size = self.bench.runner.block_bytes
             total = payload.nbytes // size
             stop = total if fate.blocks_until_failure is None else fate.blocks_until_failure
@@ -126,6 +136,9 @@ def test_outputs_equal_those_of_each_request_alone(data: st.DataObject) -> None:
         max_batched_tokens=data.draw(st.sampled_from([1, 3, 8, 20, 50])),
         max_running_requests=data.draw(st.integers(2, 6)),
         prefix_caching=data.draw(st.sampled_from([True, True, False])),
+        speculation=data.draw(SPECULATION),
+        # With three tokens, most of what comes has come before.
+        vocab_size=data.draw(st.sampled_from([VOCAB_SIZE, 3])),
     )
     Workload(bench, pending, fates).run()
 
@@ -137,8 +150,11 @@ def test_outputs_equal_those_of_each_request_alone(data: st.DataObject) -> None:
 
 def assert_right_answer(bench: Bench, request: Request, *, aborted: bool) -> None:
     outputs = bench.outputs[request.request_id]
-    expected = expected_tokens(request, VOCAB_SIZE, EOS)
+    expected = expected_tokens(request, bench.vocab_size, EOS)
     tokens = bench.tokens(request.request_id)
+    logprobs = [one for output in outputs for one in output.logprobs]
+    top = request.sampling.logprobs
+    assert logprobs == ([] if top is None else [fake_logprobs(token, top) for token in tokens])
     finishes = [output.finish for output in outputs if output.finish is not None]
     assert len(finishes) == 1, "finish is told exactly once"
     assert outputs[-1].finish is not None, "nothing follows the finish"

@@ -103,6 +103,11 @@ class Chunk:
     """The prompt token after the chunk, for ``prompt_logprobs``; None at the prompt's end."""
     num_to_draft: int = 0
 
+    @property
+    def draft_ids(self) -> tuple[int, ...]:
+        """Those of ``token_ids`` that are guesses."""
+        return self.token_ids[len(self.token_ids) - len(self.samples) + 1 :] if self.samples else ()
+
     def with_drafts(self, draft_ids: Sequence[int]) -> "Chunk":
         """This chunk, which draws one token, followed by guesses at that and later ones."""
         (first,) = self.samples
@@ -268,6 +273,11 @@ class Load:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    """How often tokens were drafted for a sequence, counted once per step."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted tokens that were right."""
 
 
 class OutputSink(Protocol):

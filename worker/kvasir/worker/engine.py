@@ -43,6 +43,7 @@ class Engine:
         runner: with as many blocks as the scheduler's config says.
         listener: told of KV events and load.
         clock: seconds since the Unix epoch.
+        timer: seconds since any moment, for how long steps take.
         on_fatal: told, on the engine thread, why the engine has ended by itself.
     """
 
@@ -53,6 +54,7 @@ class Engine:
         listener: EngineListener,
         *,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.perf_counter,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         if runner.num_blocks != scheduler.config.num_blocks:
@@ -64,6 +66,7 @@ class Engine:
         self._runner = runner
         self._listener = listener
         self._clock = clock
+        self._timer = timer
         self._on_fatal = on_fatal
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._event_sequence = 0
@@ -239,7 +242,9 @@ class Engine:
         plan = self._scheduler.plan(self._clock())
         self._tell_signals()
         if plan.chunks:
-            self._scheduler.update(plan, self._runner.execute(plan))
+            start = self._timer()
+            result = self._runner.execute(plan)
+            self._scheduler.update(plan, result, self._timer() - start)
         elif self._unchecked and not self._scheduler.request_ids():
             self._scheduler.check()
             self._unchecked = False

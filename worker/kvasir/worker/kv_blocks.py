@@ -76,6 +76,18 @@ class KvBlocks:
         sequence.block_table = (*table, *fresh)
         return True
 
+    def grow_for_drafts(self, sequence: Sequence, count: int, spare: int) -> int:
+        """Room for drafted tokens after the known ones; for how many of ``count`` there is.
+
+        It takes no block that would leave fewer than ``spare`` to allocate.
+        """
+        wanted = sequence.blocks_for(sequence.num_tokens + count) - len(sequence.block_table)
+        while wanted > 0 and not self.cache.can_allocate(wanted, spare=spare):
+            wanted -= 1
+        sequence.block_table += self.cache.allocate(max(wanted, 0)) or ()
+        room = len(sequence.block_table) * self._block_size - sequence.num_tokens
+        return min(count, room)
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Copies to make, in order, before any block is written."""
         copies, self._copies = tuple(self._copies), []

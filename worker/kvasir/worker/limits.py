@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.worker.contracts import Request, Work
+from kvasir.worker.speculation.config import SpeculationConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class SchedulerConfig:
     max_waiting_requests: int = 1024
     eos_token_ids: frozenset[int] = frozenset()
     prefix_caching: bool = True
+    speculation: SpeculationConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (

@@ -4,7 +4,7 @@ Owns every sequence and, through KvBlocks, every block. Pure: no clock, thread, 
 or I/O. ``plan`` says what to compute, ``update`` takes what came of it; between the two, nothing
 else may be called. News collects in an outbox that the engine empties.
 
-A step is made in four phases, each in the order of (priority, arrival):
+A step is made in five phases, each in the order of (priority, arrival):
 
     expire    refuse requests that have waited past their deadline
     decode    one token for each sequence that lacks only its last token's KV; when no block
@@ -12,6 +12,8 @@ A step is made in four phases, each in the order of (priority, arrival):
     prefill   the rest of the token budget, in chunks, to running sequences
     admit     waiting requests, strictly in order, while blocks for all their tokens are there;
               but whose sibling is computing the same prompt is passed over until it has
+    draft     guesses at what decoding sequences draw next, where they pay, in what is left of the
+              budget and of the blocks (speculation/)
 
 Invariants:
 
@@ -25,11 +27,14 @@ Invariants:
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.worker.block_pool import InvariantError
 from kvasir.worker.contracts import (
     Chunk,
+    Computed,
     Finish,
     KvEvent,
     Load,
@@ -46,6 +51,7 @@ from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.sequence import Sequence, State
 from kvasir.worker.siblings import Siblings
 from kvasir.worker.signals import Progress, Reserved, Signal
+from kvasir.worker.speculation.speculator import Speculator
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -54,6 +60,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._kv = KvBlocks(config)
+        self._speculator = None if config.speculation is None else Speculator(config.speculation)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # both lists in the order of Sequence.key
         self._running: list[Sequence] = []  # RUNNING and RECEIVING; HOLDING ones are in neither
@@ -164,18 +171,23 @@ class Scheduler:
         # Blocks that a preemption has just won are for the running ones, if there are any left.
         if not chunks or self._preemptions == preemptions:
             chunks.extend(self._admit(budget))
+        if self._speculator is not None and chunks:
+            chunks = self._draft(chunks, self._speculator)
         return StepPlan(tuple(chunks), self._kv.take_copies())
 
-    def update(self, plan: StepPlan, result: StepResult) -> None:
-        """Take what the runner made of ``plan``, the latest one."""
+    def update(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> None:
+        """Take what the runner made of ``plan``, the latest one, and how long it took."""
+        if self._speculator is not None and plan.chunks:
+            self._speculator.observe_step(plan.chunks, seconds)
         for chunk in plan.chunks:
             sequence, computed = self._sequences[chunk.request_id], result[chunk.request_id]
             sequence.collect(computed.prompt_logprobs)
-            self._kv.computed(sequence, chunk.start + len(chunk.token_ids))
+            known = len(chunk.token_ids) - len(chunk.draft_ids)
+            self._kv.computed(sequence, chunk.start + known)
             if sequence.request.work is Work.PREFILL:
                 self._signals.append(Progress(sequence.request_id, sequence.num_computed))
             if chunk.samples:
-                self._append(sequence, computed.sampled)
+                self._append(sequence, self._accepted(chunk, computed))
 
     # --- the outbox and the gauges -----------------------------------------------------------
 
@@ -212,6 +224,7 @@ class Scheduler:
 
     def load(self) -> Load:
         admitted = [s for s in self._sequences.values() if s.state is not State.WAITING]
+        speculator = self._speculator
         return Load(
             running=len(admitted),
             waiting=len(self._waiting),
@@ -226,6 +239,9 @@ class Scheduler:
             prefix_query_tokens=self._query_tokens,
             prefix_hit_tokens=self._hit_tokens,
             preemptions=self._preemptions,
+            drafts=speculator.num_drafts if speculator else 0,
+            draft_tokens=speculator.num_draft_tokens if speculator else 0,
+            accepted_tokens=speculator.num_accepted_tokens if speculator else 0,
         )
 
     def check(self) -> None:
@@ -322,6 +338,21 @@ class Scheduler:
             self._hit_tokens += sequence.num_computed
         return True
 
+    def _draft(self, chunks: list[Chunk], speculator: Speculator) -> list[Chunk]:
+        """The same chunks, some of them with drafts; nobody's block is taken for a guess."""
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        drawing = {chunk.request_id: i for i, chunk in enumerate(chunks) if chunk.samples}
+        decoding = [s for i in drawing if (s := self._sequences[i]).most_drafts > 0]
+        budget = self._config.max_batched_tokens - rows
+        spare = sum(s.can_grow for s in self._running)
+        for drafts in speculator.propose(decoding, len(drawing), rows, budget):
+            count = self._kv.grow_for_drafts(drafts.sequence, drafts.count, spare)
+            if count:
+                index = drawing[drafts.sequence.request_id]
+                chunk = replace(chunks[index], block_table=drafts.sequence.block_table)
+                chunks[index] = drafts.put(chunk, count)
+        return chunks
+
     # --- small steps -------------------------------------------------------------------------
 
     def _to_compute(self, sequence: Sequence) -> int:
@@ -334,8 +365,15 @@ class Scheduler:
         sequence = self._sequences.get(request_id)
         return sequence if sequence and sequence.state is State.RECEIVING else None
 
+    def _accepted(self, chunk: Chunk, computed: Computed) -> Seq[Sampled]:
+        """Drawn tokens up to the one that replaces the first wrong draft, or follows the last."""
+        if self._speculator is None:
+            return computed.sampled
+        return computed.sampled[: 1 + self._speculator.observe(chunk, computed)]
+
     def _append(self, sequence: Sequence, drawn: Iterable[Sampled]) -> None:
         output = sequence.append(drawn)
+        self._kv.computed(sequence, sequence.num_tokens - 1)  # of accepted drafts too
         self._outputs.append(output)
         if output.finish is None:
             return
@@ -348,6 +386,8 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         self._kv.release(sequence)
         self._siblings.remove(sequence)
+        if self._speculator is not None:
+            self._speculator.forget(sequence.request_id)
         del self._sequences[sequence.request_id]
         if sequence.state is State.WAITING:
             self._waiting.remove(sequence)

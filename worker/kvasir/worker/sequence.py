@@ -98,6 +98,17 @@ class Sequence:
         return len(self.output_ids) >= self._limit and self.request.work is not Work.PREFILL
 
     @property
+    def most_drafts(self) -> int:
+        """How many drafted tokens may be of use in its next step.
+
+        None before the first output, nor where one token is all that is wanted. One more token
+        than is drafted comes out of a step.
+        """
+        if not (self.output_ids and self.is_decoding) or self.request.work is Work.PREFILL:
+            return 0
+        return self._limit - len(self.output_ids) - 1
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether every prompt position must yet be computed for its logprobs."""
         return self.request.sampling.prompt_logprobs is not None and not self._reported

@@ -1,0 +1,1 @@
+"""Speculative decoding: guess several tokens cheaply, verify them in one step."""
