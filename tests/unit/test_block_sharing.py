@@ -1,4 +1,4 @@
-"""Requests of one group share the blocks of their prompt; each answer is that of a request alone."""
+"""Requests of one group share the blocks of their prompt; each answers as it would alone."""
 
 from collections.abc import Sequence
 
