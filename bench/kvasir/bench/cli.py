@@ -2,8 +2,12 @@
 
 import click
 
+from kvasir.bench.batching_command import batching
+from kvasir.bench.chunking_command import chunking
+from kvasir.bench.disaggregation_command import disaggregation
 from kvasir.bench.engine_command import engine
 from kvasir.bench.exact_command import exact
+from kvasir.bench.prefix_command import prefix
 from kvasir.bench.serve_command import serve
 
 
@@ -19,3 +23,7 @@ def bench() -> None:
 bench.add_command(serve)
 bench.add_command(engine)
 bench.add_command(exact)
+bench.add_command(batching)
+bench.add_command(chunking)
+bench.add_command(prefix)
+bench.add_command(disaggregation)

@@ -36,7 +36,7 @@ COUNT = click.IntRange(min=1)
 POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
-def _check_folder(_ctx: click.Context, _param: click.Parameter, value: Path | None) -> Path | None:
+def check_folder(_ctx: click.Context, _param: click.Parameter, value: Path | None) -> Path | None:
     """Said before the measurement, which the file would come too late to report."""
     if value is not None and not os.access(value.absolute().parent, os.W_OK | os.X_OK):
         raise click.BadParameter(f"no file can be written in {value.absolute().parent}")
@@ -64,7 +64,7 @@ def common_options(function: Callable[P, R]) -> Callable[P, R]:
             "--json",
             "json_file",
             type=click.Path(dir_okay=False, writable=True, path_type=Path),
-            callback=_check_folder,
+            callback=check_folder,
             help="Also write everything to this file.",
         ),
     ):

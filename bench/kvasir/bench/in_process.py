@@ -1,0 +1,96 @@
+"""What the commands share that measure the engine in this process: options, model, header."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import click
+
+from kvasir.bench.machine import Machine, describe_machine
+from kvasir.bench.report import write_json
+
+if TYPE_CHECKING:
+    from kvasir.worker.limits import SchedulerConfig
+    from kvasir.worker.loader import LoadedModel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def model_options(function: Callable[P, R]) -> Callable[P, R]:
+    """--model, --dtype and --threads."""
+    for option in (
+        click.option(
+            "--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores."
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            show_default=True,
+        ),
+        click.option("--model", default="bundled://smollm2-135m-instruct", show_default=True),
+    ):
+        function = option(function)
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A loaded model, the scheduler settings that a worker would use, and the report's header."""
+
+    loaded: "LoadedModel"
+    scheduler: "SchedulerConfig"
+    machine: Machine
+    settings: dict[str, Any]
+
+    def write(self, given: Mapping[str, Any], command: str, **parts: Any) -> None:
+        """The whole report as JSON, if it was asked for."""
+        if given["json_file"] is not None:
+            report = {"command": command, "machine": self.machine, "settings": self.settings}
+            write_json(given["json_file"], {**report, **parts})
+
+
+def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) -> Bench:
+    """Load what the options name; ``worker`` are fields of WorkerConfig.
+
+    Raises:
+        click.ClickException: the model cannot be loaded; the message says why.
+    """
+    from kvasir.worker.config import WorkerConfig
+    from kvasir.worker.limits import SchedulerConfig
+    from kvasir.worker.loader import load_model
+    from kvasir.worker.model.errors import ModelError
+    from kvasir.worker.model.machine import usable_cores
+
+    machine = describe_machine()  # before this process is itself the load
+    config = WorkerConfig(
+        worker_id="bench",
+        model=given["model"],
+        dtype=given["dtype"],
+        threads=given["threads"] or usable_cores(),
+        **worker,
+    )
+    try:
+        loaded = load_model(config, say)
+    except ModelError as error:
+        raise click.ClickException(str(error)) from None
+    scheduler = SchedulerConfig(
+        num_blocks=loaded.runner.num_blocks,
+        block_size=config.block_size,
+        max_model_len=loaded.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_running_requests=config.max_running_requests,
+        eos_token_ids=loaded.eos_token_ids,
+        prefix_caching=config.prefix_caching,
+    )
+    settings = {
+        "model": config.model,
+        "dtype": loaded.layout.dtype,
+        "threads": config.threads,
+        "block size": config.block_size,
+        "sampling": "greedy, ignore_eos",
+        "runs": given["runs"],
+        "seed": given["seed"],
+    }
+    return Bench(loaded, scheduler, machine, settings)
