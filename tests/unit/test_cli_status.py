@@ -28,6 +28,10 @@ def worker(**changes: Any) -> dict[str, Any]:
         "kv_blocks_cached": 50,
         "prefix_query_tokens": 1000,
         "prefix_hit_tokens": 900,
+        "kv_slots_filled": 1500,
+        "kv_slots_reserved": 60,
+        "kv_slots_internal_waste": 40,
+        "kv_slots_external_waste": 0,
         **changes,
     }
 
@@ -40,6 +44,9 @@ def idle(name: str) -> dict[str, Any]:
         kv_blocks_total=0,
         kv_blocks_used=0,
         prefix_query_tokens=0,
+        kv_slots_filled=0,
+        kv_slots_reserved=0,
+        kv_slots_internal_waste=0,
     )
 
 
@@ -62,10 +69,12 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert url == router.url
     assert heading.split() == [
         *("WORKER", "ROLE", "STATE", "RUNNING", "WAITING"),
-        *("KV", "USE", "PREFIX", "HITS"),
+        *("KV", "USE", "KV", "WASTE", "PREFIX", "HITS"),
     ]
-    assert first.split() == [LONG_NAME, "prefill", "connecting", "3", "1", "-", "-"]
-    assert second.split() == ["smollm2-decode-0", "decode", "ready", "3", "1", "12.5%", "90.0%"]
+    assert first.split() == [LONG_NAME, "prefill", "connecting", "3", "1", "-", "-", "-"]
+    assert second.split() == [
+        *("smollm2-decode-0", "decode", "ready", "3", "1", "12.5%", "2.5%", "90.0%")
+    ]
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvasir.proto.sampling import SamplingParams
-from kvasir.worker.contracts import Request, Sampled
+from kvasir.worker.contracts import KvUsage, Request, Sampled
 from kvasir.worker.kv_blocks import KvBlocks
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.sequence import Sequence
@@ -128,6 +128,26 @@ class KvBlocksMachine(RuleBasedStateMachine):
         assert self.kv.take_copies() == ()
 
     @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        computed, known, all_slots = set(), set(), set()
+        for sequence in self.live:
+            for index, block in enumerate(sequence.block_table):
+                for offset in range(BLOCK_SIZE):
+                    position = index * BLOCK_SIZE + offset
+                    all_slots.add((block, offset))
+                    if position < sequence.num_computed:
+                        computed.add((block, offset))
+                    if position < sequence.num_tokens:
+                        known.add((block, offset))
+        assert self.kv.usage(self.live) == KvUsage(
+            filled=len(computed),
+            reserved=len(known - computed),
+            internal=len(all_slots - known - computed),
+            external=0,
+            table_entries=sum(len(sequence.block_table) for sequence in self.live),
+        )
+
+    @invariant()
     def only_partial_blocks_can_be_shared_by_chance(self) -> None:
         """With prefix caching, two sequences never hold two copies of one full block."""
         if not self.caching:
@@ -150,3 +170,31 @@ TestKvBlocks = KvBlocksMachine.TestCase
 TestKvBlocks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestWithoutPrefixCaching = WithoutPrefixCaching.TestCase
 TestWithoutPrefixCaching.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_reserving_the_longest_sequence_wastes_what_is_never_filled() -> None:
+    config = SchedulerConfig(10, 4, max_model_len=16, reserve_max_len=True)
+    kv = KvBlocks(config)
+    sequences: list[Sequence] = []
+    for name in "abc":
+        request = Request(name, (1, 2, 3, 4, 5), SamplingParams(max_tokens=3))
+        assert config.refusal(request) is None
+        sequences.append(Sequence(request, len(sequences), config))
+    assert [kv.reserve(sequence, 0) for sequence in sequences] == [True, True, False]
+    kv.computed(sequences[0], 5)
+    # Two of ten blocks are free, and nobody takes fewer than four.
+    expected = KvUsage(filled=5, reserved=5, internal=22, external=8, table_entries=8)
+    assert kv.usage(sequences) == expected
+    assert expected.waste == 30 / 40
+    sequences[0].append([Sampled(9)])
+    assert kv.grow(sequences[0])
+    assert len(sequences[0].block_table) == 4
+    kv.release(sequences[0])
+    kv.release(sequences[1])
+    kv.check([])
+    assert KvUsage().waste == 0
+
+
+def test_a_pool_smaller_than_a_reservation_serves_no_one() -> None:
+    config = SchedulerConfig(3, 4, max_model_len=16, reserve_max_len=True)
+    assert config.refusal(Request("a", (1,), SamplingParams(max_tokens=1))) is not None

@@ -10,6 +10,7 @@ from kvasir.worker.block_pool import InvariantError
 from kvasir.worker.contracts import (
     BlocksStored,
     Finish,
+    KvUsage,
     Load,
     Output,
     PrefillOutcome,
@@ -423,11 +424,14 @@ def test_a_received_prompt_is_decoded_from_its_first_token(length: int) -> None:
     bench = Bench()
     request, payload, sampled = receiving(bench, range(length))
     assert bench.reserved == [Reserved("r", 0)]
+    blocks = -(-length // BLOCK_SIZE)
+    unused = blocks * BLOCK_SIZE - length
     assert bench.scheduler.load() == Load(
         running=1,
         kv_blocks_total=16,
-        kv_blocks_used=-(-length // BLOCK_SIZE),
+        kv_blocks_used=blocks,
         prefix_query_tokens=length,
+        kv=KvUsage(reserved=length, internal=unused, table_entries=blocks),
     )
     assert bench.commit("r", 0, payload)
     bench.scheduler.finish_receive("r", sampled, 0)
@@ -623,6 +627,7 @@ def test_load_counts_what_is_queued() -> None:
         kv_blocks_total=16,
         kv_blocks_used=3,
         prefix_query_tokens=10,
+        kv=KvUsage(filled=4, reserved=6, internal=2, table_entries=3),
     )
 
 

@@ -17,6 +17,7 @@ from kvasir.worker.contracts import (
     BlocksRemoved,
     BlocksStored,
     Finish,
+    KvUsage,
     Load,
     Output,
     PrefillOutcome,
@@ -353,11 +354,16 @@ def test_events_keep_their_order_and_kind() -> None:
 
 
 def test_every_number_of_a_load_is_reported() -> None:
-    fields = Load.__dataclass_fields__
-    load = Load(**{name: index for index, name in enumerate(fields, 1)})
+    fields = [name for name in Load.__dataclass_fields__ if name != "kv"]
+    load = Load(
+        **{name: index for index, name in enumerate(fields, 1)}, kv=KvUsage(101, 102, 103, 104, 105)
+    )
     report = load_proto(load, draining=True, role=pb.ROLE_DECODE)
     assert {name: getattr(report, name) for name in fields} == {
         name: index for index, name in enumerate(fields, 1)
     }
+    assert (report.kv_slots_filled, report.kv_slots_reserved) == (101, 102)
+    assert (report.kv_slots_internal_waste, report.kv_slots_external_waste) == (103, 104)
+    assert report.kv_block_table_entries == 105
     assert report.draining
     assert report.role == pb.ROLE_DECODE

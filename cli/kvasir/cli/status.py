@@ -17,7 +17,8 @@ def status(router: RouterChoice, as_json: bool) -> None:
     """Show each worker: role, state, requests running and waiting, KV use, prefix hit rate.
 
     KV USE counts blocks that running requests hold; the prefix cache fills what is left and
-    is given up when room is needed.
+    is given up when room is needed. KV WASTE is the part of their room that no token fills or
+    is about to fill.
     """
     client = router.client()
     workers = client.get("/workers")
@@ -35,7 +36,7 @@ def _table(workers: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("WORKER", "ROLE", "STATE"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("RUNNING", "WAITING", "KV USE", "PREFIX HITS"):
+    for heading in ("RUNNING", "WAITING", "KV USE", "KV WASTE", "PREFIX HITS"):
         table.add_column(heading, no_wrap=True, justify="right")
     for worker in sorted(workers, key=lambda worker: str(worker["worker_id"])):
         state = worker["state"]
@@ -46,9 +47,15 @@ def _table(workers: list[dict[str, Any]]) -> Table:
             str(worker["running"]),
             str(worker["waiting"]),
             _share(worker["kv_blocks_used"], worker["kv_blocks_total"]),
+            _waste(worker),
             _share(worker["prefix_hit_tokens"], worker["prefix_query_tokens"]),
         )
     return table
+
+
+def _waste(worker: dict[str, Any]) -> str:
+    wasted = worker["kv_slots_internal_waste"] + worker["kv_slots_external_waste"]
+    return _share(wasted, worker["kv_slots_filled"] + worker["kv_slots_reserved"] + wasted)
 
 
 def _share(part: int, whole: int) -> str:

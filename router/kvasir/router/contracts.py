@@ -101,6 +101,11 @@ class WorkerStatus:
     kv_blocks_cached: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    kv_slots_filled: int = 0
+    kv_slots_reserved: int = 0
+    kv_slots_internal_waste: int = 0
+    kv_slots_external_waste: int = 0
+    kv_block_table_entries: int = 0
 
 
 class Dispatcher(Protocol):

@@ -61,6 +61,11 @@ class Member:
             kv_blocks_cached=report.kv_blocks_cached,
             prefix_query_tokens=report.prefix_query_tokens,
             prefix_hit_tokens=report.prefix_hit_tokens,
+            kv_slots_filled=report.kv_slots_filled,
+            kv_slots_reserved=report.kv_slots_reserved,
+            kv_slots_internal_waste=report.kv_slots_internal_waste,
+            kv_slots_external_waste=report.kv_slots_external_waste,
+            kv_block_table_entries=report.kv_block_table_entries,
         )
 
     def prefill_peer(self) -> pb.PrefillPeer:

@@ -260,6 +260,32 @@ KvEvent = BlocksStored | BlocksRemoved
 
 
 @dataclass(frozen=True, slots=True)
+class KvUsage:
+    """What the token slots of the KV blocks are good for at one moment.
+
+    The first three are the slots of all blocks that sequences hold, a shared block counted once.
+    After Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention" (SOSP 2023), section 3.1.
+    """
+
+    filled: int = 0
+    reserved: int = 0
+    """For tokens that are known and not computed yet."""
+    internal: int = 0
+    """Beyond all known tokens: internal fragmentation."""
+    external: int = 0
+    """Of blocks that are free and yet of no use, because no one takes so few of them."""
+    table_entries: int = 0
+    """Block ids in all block tables."""
+
+    @property
+    def waste(self) -> float:
+        """Share of the slots taken out of use that is internal or external waste."""
+        taken = self.filled + self.reserved + self.internal + self.external
+        return (self.internal + self.external) / taken if taken else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Gauges and counters of an engine at one moment; units as in LoadReport of engine.proto."""
 
@@ -273,6 +299,7 @@ class Load:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    kv: KvUsage = KvUsage()
     drafts: int = 0
     """How often tokens were drafted for a sequence, counted once per step."""
     draft_tokens: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from kvasir.proto.blocks import cacheable_blocks
 from kvasir.worker.block_pool import BlockPool, InvariantError
-from kvasir.worker.contracts import BlockCopy
+from kvasir.worker.contracts import BlockCopy, KvUsage
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.prefix_cache import PrefixCache
 from kvasir.worker.sequence import Sequence
@@ -24,6 +24,8 @@ class KvBlocks:
         self.pool = BlockPool(config.num_blocks)
         self.cache = PrefixCache(self.pool, enabled=config.prefix_caching)
         self._copies: list[BlockCopy] = []
+        self._reserve_max_len = config.reserve_max_len
+        self._unit = -(-config.max_model_len // config.block_size) if self._reserve_max_len else 1
 
     def reserve(self, sequence: Sequence, spare: int, lender: Sequence | None = None) -> bool:
         """Blocks for all known tokens: shared ones for what is computed already, others to write.
@@ -33,7 +35,7 @@ class KvBlocks:
         """
         shared, num_computed = self._computed_prefix(sequence, lender)
         copied = len(shared) - num_computed // self._block_size
-        fresh = sequence.blocks_for(sequence.num_tokens) - len(shared) + copied
+        fresh = self._wanted(sequence) - len(shared) + copied
         if not self.cache.can_allocate(fresh, shared=shared, spare=spare):
             return False
         table = self.cache.allocate(0, shared)
@@ -65,7 +67,7 @@ class KvBlocks:
         table = list(sequence.block_table)
         first = sequence.num_computed // self._block_size
         shared = first < len(table) and not self.cache.is_writable(table[first])
-        missing = sequence.blocks_for(sequence.num_tokens) - len(table)
+        missing = max(self._wanted(sequence) - len(table), 0)
         fresh = self.cache.allocate(missing + shared)
         if fresh is None:
             return False
@@ -87,6 +89,11 @@ class KvBlocks:
         sequence.block_table += self.cache.allocate(max(wanted, 0)) or ()
         room = len(sequence.block_table) * self._block_size - sequence.num_tokens
         return min(count, room)
+
+    def _wanted(self, sequence: Sequence) -> int:
+        if self._reserve_max_len:
+            return sequence.peak_blocks
+        return sequence.blocks_for(sequence.num_tokens)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Copies to make, in order, before any block is written."""
@@ -120,6 +127,38 @@ class KvBlocks:
     def cacheable(self, sequence: Sequence) -> int:
         """How many leading blocks need not be computed: all but the last token's."""
         return cacheable_blocks(sequence.num_tokens, self._block_size)
+
+    def usage(self, sequences: Iterable[Sequence]) -> KvUsage:
+        """Of these sequences, which are all that hold blocks.
+
+        Only the blocks from the first uncomputed token on are looked at; what is before it is
+        full. One of them can be shared: the first, by those that have not copied it yet.
+        """
+        reserved = internal = entries = 0
+        seen: set[int] = set()
+        for sequence in sequences:
+            table, computed = sequence.block_table, sequence.num_computed
+            entries += len(table)
+            first = computed // self._block_size
+            if first == len(table):
+                continue
+            start, end = computed, len(table) * self._block_size
+            if self.pool.references(table[first]) > 1:
+                if table[first] in seen:
+                    start = (first + 1) * self._block_size
+                seen.add(table[first])
+            known = min(max(sequence.num_tokens, start), end)
+            reserved += known - start
+            internal += end - known
+        used = self.pool.num_referenced * self._block_size
+        left_over = (self.pool.num_free + self.pool.num_cached) % self._unit
+        return KvUsage(
+            filled=used - reserved - internal,
+            reserved=reserved,
+            internal=internal,
+            external=left_over * self._block_size,
+            table_entries=entries,
+        )
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantError unless exactly the blocks that these sequences hold are in use."""

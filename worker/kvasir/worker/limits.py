@@ -16,6 +16,8 @@ class SchedulerConfig:
 
     ``num_blocks`` is the runner's. ``max_model_len`` is the longest prompt plus output, in
     tokens. ``eos_token_ids`` end a generation unless the request ignores them.
+    ``reserve_max_len`` gives each request blocks for the longest sequence at its admission: the
+    baseline that `kvasir bench kv` compares paging with, for requests computed here only.
     """
 
     num_blocks: int
@@ -26,6 +28,7 @@ class SchedulerConfig:
     max_waiting_requests: int = 1024
     eos_token_ids: frozenset[int] = frozenset()
     prefix_caching: bool = True
+    reserve_max_len: bool = False
     speculation: SpeculationConfig | None = None
 
     def __post_init__(self) -> None:
@@ -43,7 +46,9 @@ class SchedulerConfig:
     def peak_blocks(self, request: Request) -> int:
         """Blocks that the request holds at its longest. The last token needs no KV."""
         num_prompt = len(request.prompt_ids)
-        if request.work is Work.PREFILL:
+        if self.reserve_max_len:
+            tokens = self.max_model_len
+        elif request.work is Work.PREFILL:
             tokens = num_prompt + len(request.output_ids)
         else:
             tokens = min(num_prompt + request.sampling.max_tokens, self.max_model_len) - 1

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvasir.worker.contracts import Load
+from kvasir.worker.contracts import KvUsage, Load
 from kvasir.worker.transfer.check import Outcome
 
 _TTFT_BUCKETS = (
@@ -147,6 +147,16 @@ class _EngineCollector(Collector):
                 "Prompt tokens accepted and not yet computed.",
                 load.queued_prefill_tokens,
             ),
+            (
+                "kvasir_worker_kv_waste_ratio",
+                "Internal and external waste among the KV slots taken out of use.",
+                load.kv.waste,
+            ),
+            (
+                "kvasir_worker_kv_block_table_entries",
+                "Block ids in the block tables of all requests.",
+                load.kv.table_entries,
+            ),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
@@ -175,7 +185,24 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model_name], count)
             yield counter
+        yield self._slots(load.kv)
         yield self._cache_info()
+
+    def _slots(self, kv: KvUsage) -> GaugeMetricFamily:
+        slots = GaugeMetricFamily(
+            "kvasir_worker_kv_slots",
+            "Token slots of KV blocks: filled, reserved for known tokens, internal waste (beyond "
+            "them) and external waste (free but of no use).",
+            labels=["model_name", "state"],
+        )
+        for state, count in (
+            ("filled", kv.filled),
+            ("reserved", kv.reserved),
+            ("internal_waste", kv.internal),
+            ("external_waste", kv.external),
+        ):
+            slots.add_metric([self._model_name, state], count)
+        return slots
 
     def _cache_info(self) -> GaugeMetricFamily:
         labels = {

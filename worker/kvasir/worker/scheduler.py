@@ -227,6 +227,7 @@ class Scheduler:
         speculator = self._speculator
         return Load(
             running=len(admitted),
+            kv=self._kv.usage(admitted),
             waiting=len(self._waiting),
             queued_prefill_tokens=sum(self._to_compute(s) for s in self._waiting)
             + sum(

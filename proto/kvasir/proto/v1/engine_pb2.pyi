@@ -970,6 +970,11 @@ class LoadReport(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    KV_SLOTS_FILLED_FIELD_NUMBER: _builtins.int
+    KV_SLOTS_RESERVED_FIELD_NUMBER: _builtins.int
+    KV_SLOTS_INTERNAL_WASTE_FIELD_NUMBER: _builtins.int
+    KV_SLOTS_EXTERNAL_WASTE_FIELD_NUMBER: _builtins.int
+    KV_BLOCK_TABLE_ENTRIES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     queued_prefill_tokens: _builtins.int
@@ -987,6 +992,16 @@ class LoadReport(_message.Message):
     """Monotonic since the epoch began."""
     prefix_hit_tokens: _builtins.int
     preemptions: _builtins.int
+    kv_slots_filled: _builtins.int
+    """Token slots of the blocks in use, a shared block counted once: with KV; for tokens that
+    are known and not computed yet; beyond all known tokens.
+    """
+    kv_slots_reserved: _builtins.int
+    kv_slots_internal_waste: _builtins.int
+    kv_slots_external_waste: _builtins.int
+    """Token slots of blocks that are free and yet of no use; 0 where any block serves anyone."""
+    kv_block_table_entries: _builtins.int
+    """Block ids in all block tables."""
     def __init__(
         self,
         *,
@@ -1002,10 +1017,15 @@ class LoadReport(_message.Message):
         prefix_query_tokens: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        kv_slots_filled: _builtins.int = ...,
+        kv_slots_reserved: _builtins.int = ...,
+        kv_slots_internal_waste: _builtins.int = ...,
+        kv_slots_external_waste: _builtins.int = ...,
+        kv_block_table_entries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_kv_tokens", b"active_kv_tokens", "draining", b"draining", "kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "preemptions", b"preemptions", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_kv_tokens", b"active_kv_tokens", "draining", b"draining", "kv_block_table_entries", b"kv_block_table_entries", "kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_slots_external_waste", b"kv_slots_external_waste", "kv_slots_filled", b"kv_slots_filled", "kv_slots_internal_waste", b"kv_slots_internal_waste", "kv_slots_reserved", b"kv_slots_reserved", "preemptions", b"preemptions", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,6 +89,11 @@ def load_proto(load: Load, *, draining: bool, role: pb.Role.ValueType) -> pb.Loa
         prefix_query_tokens=load.prefix_query_tokens,
         prefix_hit_tokens=load.prefix_hit_tokens,
         preemptions=load.preemptions,
+        kv_slots_filled=load.kv.filled,
+        kv_slots_reserved=load.kv.reserved,
+        kv_slots_internal_waste=load.kv.internal,
+        kv_slots_external_waste=load.kv.external,
+        kv_block_table_entries=load.kv.table_entries,
         draining=draining,
         role=role,
     )
