@@ -4,6 +4,7 @@ Everything that can be refused is refused before the weights are read, with one 
 names the field and the fix.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +13,12 @@ import torch
 
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.config import WorkerConfig
+from kvasir.worker.kernels.library import Kernels, find_kernels
+from kvasir.worker.model.backend import Decoder
 from kvasir.worker.model.config import ModelConfig
-from kvasir.worker.model.decoder import Decoder
+from kvasir.worker.model.decoder import TorchDecoder
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.kernel_decoder import KernelDecoder
 from kvasir.worker.model.kv_cache import KvCache
 from kvasir.worker.model.machine import computes_bfloat16, free_memory, usable_cores
 from kvasir.worker.model.source import ModelSource, open_source
@@ -22,6 +26,8 @@ from kvasir.worker.model.weights import check_weights, expected_shapes
 from kvasir.worker.runner import TorchRunner
 
 __all__ = ["LoadedModel", "ModelError", "load_model"]
+
+_log = logging.getLogger("kvasir.worker")
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     Raises:
         ModelError: the configuration cannot be served.
     """
-    torch.set_num_threads(config.threads or usable_cores())
+    threads = config.threads or usable_cores()
+    torch.set_num_threads(threads)
     device = _device(config)
     dtype = _dtype(config, device)
     progress(f"opening {config.model}")
@@ -59,14 +66,7 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     num_blocks = _num_blocks(config, model, dtype)
     check_weights(source.weights, model)
     _check_memory(config, model, dtype, device)
-    decoder = Decoder(
-        model,
-        source.weights,
-        dtype=dtype,
-        device=device,
-        max_positions=config.max_model_len,
-        progress=progress,
-    )
+    decoder = _decoder(config, source, dtype, device, threads, progress)
     progress(f"allocating {num_blocks} KV blocks")
     cache = KvCache(model, num_blocks, config.block_size, dtype, device)
     return LoadedModel(
@@ -76,6 +76,41 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
         max_model_len=config.max_model_len,
         layout=_layout(config, source, dtype),
         tokenizer_files=dict(source.tokenizer_files),
+    )
+
+
+def _decoder(
+    config: WorkerConfig,
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+    progress: Callable[[str], None],
+) -> Decoder:
+    """The CPU kernels for bfloat16 where they can be had, else torch."""
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        progress("loading the CPU kernels")
+        kernels = find_kernels()
+        if isinstance(kernels, Kernels):
+            return KernelDecoder(
+                source.config,
+                source.weights,
+                kernels,
+                threads=threads,
+                max_positions=config.max_model_len,
+                progress=progress,
+            )
+        _log.warning(
+            "no CPU kernels: %s; torch computes instead, at a quarter of the speed or less",
+            kernels.reason,
+        )
+    return TorchDecoder(
+        source.config,
+        source.weights,
+        dtype=dtype,
+        device=device,
+        max_positions=config.max_model_len,
+        progress=progress,
     )
 
 

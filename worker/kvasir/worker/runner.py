@@ -5,15 +5,15 @@ in hand: two plans with the same chunks give the same result.
 """
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from kvasir.proto.sampling import TokenLogprobs
 from kvasir.worker.contracts import Chunk, Computed, Sampled, StepPlan, StepResult
-from kvasir.worker.model.attention import build_batch, sorted_for_attention
-from kvasir.worker.model.decoder import Decoder
+from kvasir.worker.model.attention import sorted_for_attention
+from kvasir.worker.model.backend import Decoder
 from kvasir.worker.model.kv_cache import KvCache
 from kvasir.worker.sampling.logprobs import token_logprobs
 from kvasir.worker.sampling.sampler import sample
@@ -47,7 +47,7 @@ class TorchRunner:
         chunks = sorted_for_attention(plan.chunks)
         with torch.inference_mode():
             self._cache.copy_blocks(plan.copies)
-            hidden = self._forward(chunks)
+            hidden = self._decoder.forward(chunks, self._cache)
             sampled = self._sample(hidden, chunks)
             return {
                 chunk.request_id: Computed(drawn, self._prompt_logprobs(hidden[first:end], chunk))
@@ -63,22 +63,6 @@ class TorchRunner:
         """Copy verified bytes in; ValueError if the length is not that of the blocks."""
         with torch.inference_mode():
             self._cache.write_blocks(block_ids, payload)
-
-    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
-        config = self._decoder.config
-        device = self._decoder.device
-        tokens = list(chain.from_iterable(chunk.token_ids for chunk in chunks))
-        positions = list(
-            chain.from_iterable(
-                range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks
-            )
-        )
-        return self._decoder.forward(
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
-            build_batch(chunks, config.num_heads // config.num_kv_heads, self._cache),
-            self._cache,
-        )
 
     def _sample(self, hidden: Tensor, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """For each chunk, a token after each of its last ``len(chunk.samples)`` rows."""

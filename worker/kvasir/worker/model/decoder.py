@@ -6,25 +6,31 @@ stream, norms and rotations are float32 whatever the weights' dtype: they are a 
 of the work and most of the rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from kvasir.worker.model.attention import AttentionBatch, attend
+from kvasir.worker.contracts import Chunk
+from kvasir.worker.model.attention import AttentionBatch, attend, build_batch
 from kvasir.worker.model.config import ModelConfig
 from kvasir.worker.model.kv_cache import KvCache
-from kvasir.worker.model.rope import rotate, rotation_tables
-from kvasir.worker.model.weights import (
-    EMBEDDING,
-    FINAL_NORM,
-    LM_HEAD,
-    WeightSource,
-    expected_shapes,
-    layer_name,
+from kvasir.worker.model.reader import (
+    ATTENTION_NORM,
+    DOWN,
+    GATE,
+    MLP_NORM,
+    OUTPUT,
+    QK_NORM,
+    QKV,
+    UP,
+    WeightReader,
 )
+from kvasir.worker.model.rope import rotate, rotation_tables
+from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Layer:
     qk_norm: Tensor | None
 
 
-class Decoder:
+class TorchDecoder:
     """Weights on one device, and the forward pass. Stateless: the KV cache is passed in."""
 
     def __init__(
@@ -71,29 +77,29 @@ class Decoder:
         """Read all weights; ``progress`` gets a line after each layer."""
         self.config = config
         self.device = device
-        reader = _Reader(config, source, dtype, device)
+        reader = WeightReader(config, source, dtype, device, progress)
         self._embedding = reader.matrix(EMBEDDING)
-        self._layers = []
-        for index in range(config.num_layers):
-            self._layers.append(reader.layer(index))
-            progress(f"reading weights {reader.count} of {reader.total}")
+        self._layers = [_read_layer(reader, index) for index in range(config.num_layers)]
         self._final_norm = reader.norm(FINAL_NORM)
         self._head = self._embedding if config.tied_embeddings else reader.matrix(LM_HEAD)
-        progress(f"reading weights {reader.count} of {reader.total}")
+        reader.done()
         cos, sin = rotation_tables(config, max_positions)
         self._cos, self._sin = cos.to(device), sin.to(device)
 
-    def forward(
+    def forward(self, chunks: Sequence[Chunk], cache: KvCache) -> Tensor:
+        """As the protocol in backend.py; hidden states are in the weights' dtype."""
+        tokens = list(chain.from_iterable(chunk.token_ids for chunk in chunks))
+        spans = (range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks)
+        return self._forward(
+            torch.tensor(tokens, device=self.device),
+            torch.tensor(list(chain.from_iterable(spans)), device=self.device),
+            build_batch(chunks, self.config.num_heads // self.config.num_kv_heads, cache),
+            cache,
+        )
+
+    def _forward(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, cache: KvCache
     ) -> Tensor:
-        """Compute all tokens and write their KV.
-
-        Args:
-            token_ids, positions: int64 [N], in the row order of ``batch``.
-
-        Returns:
-            Hidden states after the final norm, [N, hidden_size], in the weights' dtype.
-        """
         cos, sin = self._cos[positions], self._sin[positions]
         residual = self._embedding[token_ids].float()
         for index, layer in enumerate(self._layers):
@@ -137,50 +143,21 @@ class Decoder:
         return normed.to(self._embedding.dtype)
 
 
-class _Reader:
-    """Reads tensors once each, counts them, and fuses what is used together."""
+def _read_layer(reader: WeightReader, index: int) -> Layer:
+    return Layer(
+        attention_norm=reader.layer_norm(index, ATTENTION_NORM),
+        qkv=Linear(*reader.stacked(index, *QKV)),
+        output=Linear(*reader.stacked(index, OUTPUT)),
+        mlp_norm=reader.layer_norm(index, MLP_NORM),
+        gate_up=Linear(*reader.stacked(index, GATE, UP)),
+        down=Linear(*reader.stacked(index, DOWN)),
+        qk_norm=_qk_norm(reader, index),
+    )
 
-    def __init__(
-        self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._config = config
-        self._source = source
-        self._names = expected_shapes(config)
-        self._dtype = dtype
-        self._device = device
-        self.count = 0
-        self.total = len(self._names)
 
-    def matrix(self, name: str) -> Tensor:
-        self.count += 1
-        return self._source.read(name).to(self._device, self._dtype).contiguous()
-
-    def norm(self, name: str) -> Tensor:
-        self.count += 1
-        return self._source.read(name).to(self._device, torch.float32)
-
-    def layer(self, index: int) -> Layer:
-        return Layer(
-            attention_norm=self.norm(layer_name(index, "input_layernorm.weight")),
-            qkv=self._linear(index, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            output=self._linear(index, "self_attn.o_proj"),
-            mlp_norm=self.norm(layer_name(index, "post_attention_layernorm.weight")),
-            gate_up=self._linear(index, "mlp.gate_proj", "mlp.up_proj"),
-            down=self._linear(index, "mlp.down_proj"),
-            qk_norm=self._qk_norm(index) if self._config.qk_norm else None,
-        )
-
-    def _linear(self, index: int, *parts: str) -> Linear:
-        weights = [self.matrix(layer_name(index, f"{part}.weight")) for part in parts]
-        biases = [
-            self.matrix(name)
-            for part in parts
-            if (name := layer_name(index, f"{part}.bias")) in self._names
-        ]
-        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
-
-    def _qk_norm(self, index: int) -> Tensor:
-        query = self.norm(layer_name(index, "self_attn.q_norm.weight"))
-        key = self.norm(layer_name(index, "self_attn.k_norm.weight"))
-        heads = (self._config.num_heads, self._config.num_kv_heads)
-        return torch.cat((query.expand(heads[0], -1), key.expand(heads[1], -1)))
+def _qk_norm(reader: WeightReader, index: int) -> Tensor | None:
+    config = reader.config
+    if not config.qk_norm:
+        return None
+    query, key = (reader.layer_norm(index, name) for name in QK_NORM)
+    return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))

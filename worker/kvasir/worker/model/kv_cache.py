@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvasir.worker.contracts import BlockCopy
+from kvasir.worker.kernels.memory import huge_empty
 from kvasir.worker.model.config import ModelConfig
 
 
@@ -30,7 +31,11 @@ class KvCache:
         shape = (num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
         # Zeroed: padding is masked, but 0 * NaN of stale memory would still be NaN. It also
         # claims the memory now, so that a machine with too little fails at the start.
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._data = (
+            huge_empty(shape, dtype).zero_()
+            if device.type == "cpu"
+            else torch.zeros(shape, dtype=dtype, device=device)
+        )
         token_size = config.num_kv_heads * config.head_dim
         self._slab_rows = self._data.view(-1, block_size * token_size)
         self._token_rows = self._data.view(-1, token_size)
@@ -41,6 +46,11 @@ class KvCache:
         self.dtype = dtype
         self.device = device
         self._slabs_per_block = 2 * config.num_layers
+
+    @property
+    def data(self) -> torch.Tensor:
+        """All of it, in the layout above."""
+        return self._data
 
     def token_rows(self, blocks: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
         """Rows in which layer 0 keeps K of the tokens at ``offsets`` of ``blocks``: [N]."""

@@ -1,0 +1,185 @@
+#include "attention.h"
+
+#include <cmath>
+#include <limits>
+
+#include "transpose.h"
+
+namespace kvasir {
+namespace {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+template <class T>
+T* sized(std::vector<T>& buffer, size_t count) {
+  if (buffer.size() < count) buffer.resize(count);
+  return buffer.data();
+}
+
+// Scores of `visible` keys, at least one, become the weights e^(score * scale - greatest), the rest up to kSegment 0;
+// returns their sum. `greatest` rises to this segment's; `rescale` is what that makes of earlier weights.
+float exponentials(const float* scores, int visible, float scale, float& greatest_so_far, float& rescale,
+                   bf16* weights) {
+  alignas(64) float last[kBlock];
+  const int whole = visible / kBlock * kBlock, rest = visible - whole;
+  for (int i = 0; i < kBlock; i++) last[i] = i < rest ? scores[whole + i] : kMinusInfinity;
+  Floats top = broadcast(kMinusInfinity);
+  for (int i = 0; i < whole; i += kLanes) top = max(top, load(scores + i));
+  for (int i = 0; i < kBlock; i += kLanes) top = max(top, load(last + i));
+  const float highest = std::max(greatest_so_far, greatest(top) * scale);
+  rescale = std::exp(greatest_so_far - highest);
+  greatest_so_far = highest;
+  const Floats factor = broadcast(scale), shift = broadcast(-highest);
+  Floats total = broadcast(0.0f);
+  const auto weigh = [&](const float* from, bf16* to) {
+    const Floats weight = exponential(fma(load(from), factor, shift));
+    total = total + weight;
+    narrow(to, weight);
+  };
+  for (int i = 0; i < whole; i += kLanes) weigh(scores + i, weights + i);
+  if (rest > 0)
+    for (int i = 0; i < kBlock; i += kLanes) weigh(last + i, weights + whole + i);
+  const int written = whole + (rest > 0 ? kBlock : 0);
+  std::memset(weights + written, 0, sizeof(bf16) * (kSegment - written));
+  return sum(total);
+}
+
+// Memory comes block by block, in an order that the hardware does not guess.
+void prefetch(const bf16* from, int size) {
+  for (const auto* line = reinterpret_cast<const char*>(from); line < reinterpret_cast<const char*>(from + size);
+       line += 64)
+    _mm_prefetch(line, _MM_HINT_T1);
+}
+
+}  // namespace
+
+struct Attention::Shape {
+  int start, tokens, heads, group, head_dim;
+  int rows() const { return tokens * group; }
+  int depth() const { return round_up(head_dim, kKeyStep); }
+};
+
+void Attention::attend(const Cache& cache, int layer, const Span& span, int first_head, int end_head, int group,
+                       ptrdiff_t row_size, const bf16* queries, bf16* out) {
+  const Shape shape{span.start, span.count, end_head - first_head, group, cache.head_dim};
+  const int rows = shape.rows(), depth = shape.depth();
+  const ptrdiff_t skipped = ptrdiff_t{first_head} * group * cache.head_dim;
+  prepare(shape, row_size, queries + skipped);
+  const int total = span.start + span.count;
+  for (int first = 0; first < total; first += kSegment) {
+    const int keys = std::min(kSegment, total - first);
+    for (int head = 0; head < shape.heads; head++) {
+      // The first head brings the memory of all of them.
+      pack(cache, layer, span, first, keys, first_head + head, head == 0 ? shape.heads : 0);
+      multiply(queries_.data() + ptrdiff_t{head} * rows * depth, depth, rows, keys_.data(), ptrdiff_t{depth} * kBlock,
+               round_up(keys, kBlock) / kBlock, depth, scores_.data(), kSegment);
+      weigh(shape, first, keys, head);
+      multiply(weights_.data(), kSegment, rows, values_.data(), ptrdiff_t{kSegment} * kBlock, depth / kBlock,
+               round_up(keys, kBlock), part_.data(), depth);
+      mix(shape, head);
+    }
+  }
+  for (int head = 0; head < shape.heads; head++)
+    for (int row = 0; row < rows; row++) {
+      const float* mixed = mixed_.data() + (ptrdiff_t{head} * rows + row) * depth;
+      bf16* to = out + row / group * row_size + skipped + (ptrdiff_t{head} * group + row % group) * cache.head_dim;
+      const Floats share = broadcast(1.0f / sum_[head * rows + row]);
+      int i = 0;
+      for (; i + kLanes <= cache.head_dim; i += kLanes) narrow(to + i, load(mixed + i) * share);
+      for (; i < cache.head_dim; i++) to[i] = narrow(mixed[i] * (1.0f / sum_[head * rows + row]));
+    }
+}
+
+// Queries head by head, each token's group together, padded with zeros; empty sums.
+void Attention::prepare(const Shape& shape, ptrdiff_t row_size, const bf16* queries) {
+  const int rows = shape.rows(), depth = shape.depth();
+  const size_t all = size_t(shape.heads) * rows;
+  bf16* to = sized(queries_, all * depth);
+  for (int head = 0; head < shape.heads; head++)
+    for (int row = 0; row < rows; row++, to += depth) {
+      const bf16* from =
+          queries + row / shape.group * row_size + (head * shape.group + row % shape.group) * shape.head_dim;
+      std::memcpy(to, from, sizeof(bf16) * shape.head_dim);
+      std::memset(to + shape.head_dim, 0, sizeof(bf16) * (depth - shape.head_dim));
+    }
+  sized(keys_, size_t(kSegment) * depth);
+  sized(values_, size_t(kSegment) * depth);
+  sized(scores_, size_t(rows) * kSegment);
+  sized(weights_, size_t(rows) * kSegment);
+  sized(part_, size_t(rows) * depth);
+  sized(rescale_, rows);
+  std::fill_n(sized(mixed_, all * depth), all * depth, 0.0f);
+  std::fill_n(sized(greatest_, all), all, kMinusInfinity);
+  std::fill_n(sized(sum_, all), all, 0.0f);
+}
+
+// K and V of `keys` tokens from position `first`, in whole blocks of 16: what follows the last token is zero, since
+// memory there may hold anything, and 0 * NaN would be NaN.
+void Attention::pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, int fetch_heads) {
+  const int head_dim = cache.head_dim, depth = round_up(head_dim, kKeyStep);
+  const ptrdiff_t value_offset = cache.value_offset();
+  alignas(64) bf16 padded[2 * kBlock][kKeyStep];
+  static const bf16 kNothing[kKeyStep] = {};
+  for (int group = 0; group < keys; group += kBlock) {
+    const bf16* rows[kBlock];
+    const int present = std::min(kBlock, keys - group);
+    for (int i = 0; i < present; i++)
+      rows[i] = cache.key(span.table, layer, first + group + i) + ptrdiff_t{head} * head_dim;
+    if (fetch_heads > 0)
+      for (int i = group + kBlock; i < std::min(keys, group + 2 * kBlock); i++) {
+        const bf16* next = cache.key(span.table, layer, first + i) + ptrdiff_t{head} * head_dim;
+        prefetch(next, fetch_heads * head_dim);
+        prefetch(next + value_offset, fetch_heads * head_dim);
+      }
+    for (int d = 0; d < depth; d += kKeyStep) {
+      const int width = std::min(kKeyStep, head_dim - d);
+      const bf16 *k[kBlock], *v[kBlock];
+      for (int i = 0; i < kBlock; i++) {
+        k[i] = i < present ? rows[i] + d : kNothing;
+        v[i] = i < present ? rows[i] + value_offset + d : kNothing;
+        if (width < kKeyStep && i < present) {
+          for (const bf16** from : {&k[i], &v[i]}) {
+            bf16* copy = padded[from == &k[i] ? i : kBlock + i];
+            std::memcpy(copy, *from, sizeof(bf16) * width);
+            std::memset(copy + width, 0, sizeof(bf16) * (kKeyStep - width));
+            *from = copy;
+          }
+        }
+      }
+      transpose_keys(k, keys_.data() + ptrdiff_t{group} * depth + d * kBlock);
+      bf16* lines = values_.data() + ptrdiff_t{d} * kSegment + group * kBlock;
+      for (int i = 0; i < kBlock; i += 2)
+        interleave_values(v[i], v[i + 1], lines + i * kBlock, ptrdiff_t{kSegment} * kBlock);
+    }
+  }
+}
+
+// Scores to weights, for each row as far as its token sees.
+void Attention::weigh(const Shape& shape, int first, int keys, int head) {
+  const float scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+  for (int row = 0; row < shape.rows(); row++) {
+    const int visible = std::min(keys, shape.start + row / shape.group + 1 - first);
+    bf16* weights = weights_.data() + ptrdiff_t{row} * kSegment;
+    if (visible <= 0) {
+      std::memset(weights, 0, sizeof(bf16) * kSegment);
+      rescale_[row] = 1.0f;
+      continue;
+    }
+    const int at = head * shape.rows() + row;
+    const float added = exponentials(scores_.data() + ptrdiff_t{row} * kSegment, visible, scale, greatest_[at],
+                                     rescale_[row], weights);
+    sum_[at] = sum_[at] * rescale_[row] + added;
+  }
+}
+
+void Attention::mix(const Shape& shape, int head) {
+  const int rows = shape.rows(), depth = shape.depth();
+  for (int row = 0; row < rows; row++) {
+    float* mixed = mixed_.data() + (ptrdiff_t{head} * rows + row) * depth;
+    const float* part = part_.data() + ptrdiff_t{row} * depth;
+    const Floats rescale = broadcast(rescale_[row]);
+    for (int i = 0; i < depth; i += kLanes) store(mixed + i, fma(load(mixed + i), rescale, load(part + i)));
+  }
+}
+
+}  // namespace kvasir

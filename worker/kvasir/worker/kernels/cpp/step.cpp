@@ -1,0 +1,193 @@
+#include "step.h"
+
+#include <algorithm>
+
+#include "rows.h"
+
+namespace kvasir {
+namespace {
+
+// Up to here every member normalizes all rows for itself, which is cheaper than to wait for each other.
+constexpr int kFewTokens = 2;
+// Query rows that are attended together: enough for whole tiles, few enough to keep their scores near.
+constexpr int kQueryRows = 48;
+
+int padded(int size) { return round_up(size, kBlock); }
+
+template <class T>
+void ensure(std::vector<T>& buffer, size_t count) {
+  if (buffer.size() < count) buffer.resize(count);
+}
+
+}  // namespace
+
+// The phases of a step; each is one member's part of it.
+struct Engine::Step {
+  Engine& engine;
+  const Model& model;
+  const Batch& batch;
+  const Cache& cache;
+  const int members = engine.team_.size();
+  const int tokens = batch.tokens;
+  const int hidden = padded(model.hidden);
+  const int attended = padded(model.num_heads * model.head_dim);
+  const int projected = padded((model.num_heads + 2 * model.num_kv_heads) * model.head_dim);
+  const int activated = padded(model.intermediate);
+  const bool few = tokens <= kFewTokens;
+
+  Range rows(int member) const { return share(tokens, 1, member, members); }
+  Range blocks(const Matrix& matrix, int member) const { return share(matrix.blocks(), 2, member, members); }
+  float* residual(int row) const { return engine.residual_.data() + ptrdiff_t{row} * hidden; }
+
+  void embed(int member) const {
+    const Range mine = rows(member);
+    for (int row = mine.first; row < mine.end; row++)
+      kvasir::embed(*model.embedding, batch.token_ids[row], hidden, residual(row));
+  }
+
+  // The norm of the residual stream, ready for every member.
+  const bf16* norm(const float* weight, int member) const {
+    bf16* out = engine.normed_.data() + (few ? ptrdiff_t{member} * tokens * hidden : 0);
+    const Range mine = few ? Range{0, tokens} : rows(member);
+    for (int row = mine.first; row < mine.end; row++)
+      rms_norm(residual(row), weight, model.hidden, hidden, model.epsilon, out + ptrdiff_t{row} * hidden);
+    if (!few) engine.team_.barrier();
+    return out;
+  }
+
+  void project(const Layer& layer, const bf16* normed, int member) const {
+    multiply_packed(layer.qkv, normed, hidden, tokens, blocks(layer.qkv, member),
+                    [&](int row, int block, int count, const float* values) {
+                      float* to = engine.projected_.data() + ptrdiff_t{row} * projected + block * kBlock;
+                      std::memcpy(to, values, sizeof(float) * count * kBlock);
+                    });
+    engine.team_.barrier();
+  }
+
+  // Rotated queries to their buffer, rotated keys and values to the cache.
+  void place(const Layer& layer, int index, int member) const {
+    const int size = model.head_dim, half = size / 2;
+    const Range mine = rows(member);
+    for (int row = mine.first; row < mine.end; row++) {
+      const int position = engine.positions_[row];
+      const float* cos = model.cos + ptrdiff_t{position} * half;
+      const float* sin = model.sin + ptrdiff_t{position} * half;
+      const float* head = engine.projected_.data() + ptrdiff_t{row} * projected;
+      bf16* query = engine.queries_.data() + ptrdiff_t{row} * attended;
+      for (int i = 0; i < model.num_heads; i++, head += size, query += size)
+        rotate(head, layer.qk_norm, model.epsilon, cos, sin, size, query);
+      const float* key_norm = layer.qk_norm == nullptr ? nullptr : layer.qk_norm + size;
+      const int32_t* table = batch.tables + ptrdiff_t{engine.sequence_of_[row]} * batch.table_size;
+      bf16* key = cache.key(table, index, position);
+      bf16* value = key + cache.value_offset();
+      for (int i = 0; i < model.num_kv_heads; i++, head += size, key += size)
+        rotate(head, key_norm, model.epsilon, cos, sin, size, key);
+      narrow_row(head, model.num_kv_heads * size, value);
+    }
+    engine.team_.barrier();
+  }
+
+  void attend(int index, int member) const {
+    const int group = model.num_heads / model.num_kv_heads;
+    const int count = static_cast<int>(engine.items_.size());
+    for (int i; (i = engine.team_.claim()) < count;) {
+      const Item& item = engine.items_[i];
+      const ptrdiff_t first = ptrdiff_t{item.first_row} * attended;
+      engine.attention_[member].attend(cache, index, item.span, item.first_head, item.end_head, group, attended,
+                                       engine.queries_.data() + first, engine.attended_.data() + first);
+    }
+    engine.team_.barrier();
+  }
+
+  void add_to_residual(const Matrix& matrix, const std::vector<bf16>& from, int member) const {
+    multiply_packed(matrix, from.data(), matrix.inputs, tokens, blocks(matrix, member),
+                    [&](int row, int block, int count, const float* values) {
+                      float* to = residual(row) + block * kBlock;
+                      for (int i = 0; i < count * kBlock; i += kLanes) store(to + i, load(to + i) + load(values + i));
+                    });
+    engine.team_.barrier();
+  }
+
+  void activate(const Layer& layer, const bf16* normed, int member) const {
+    multiply_packed(layer.gate_up, normed, hidden, tokens, blocks(layer.gate_up, member),
+                    [&](int row, int block, int count, const float* values) {
+                      bf16* to = engine.activated_.data() + ptrdiff_t{row} * activated + block / 2 * kBlock;
+                      for (int pair = 0; pair < count; pair += 2, values += 2 * kBlock, to += kBlock)
+                        for (int i = 0; i < kBlock; i += kLanes)
+                          narrow(to + i, silu(load(values + i)) * load(values + kBlock + i));
+                    });
+    engine.team_.barrier();
+  }
+
+  void run(int member, bf16* out) const {
+    embed(member);
+    engine.team_.barrier();
+    for (int index = 0; index < model.num_layers; index++) {
+      const Layer& layer = model.layers[index];
+      project(layer, norm(layer.attention_norm, member), member);
+      place(layer, index, member);
+      attend(index, member);
+      add_to_residual(layer.output, engine.attended_, member);
+      activate(layer, norm(layer.mlp_norm, member), member);
+      add_to_residual(layer.down, engine.activated_, member);
+    }
+    const Range mine = rows(member);
+    for (int row = mine.first; row < mine.end; row++)
+      rms_norm(residual(row), model.final_norm, model.hidden, hidden, model.epsilon, out + ptrdiff_t{row} * hidden);
+  }
+};
+
+void Engine::forward(const Model& model, const Batch& batch, const Cache& cache, bf16* hidden) {
+  plan(batch, model);
+  const Step step{*this, model, batch, cache};
+  const size_t tokens = batch.tokens;
+  ensure(residual_, tokens * step.hidden);
+  ensure(normed_, tokens * step.hidden * (step.few ? step.members : 1));
+  ensure(projected_, tokens * step.projected);
+  ensure(queries_, tokens * step.attended);
+  ensure(attended_, tokens * step.attended);
+  ensure(activated_, tokens * step.activated);
+  team_.run([&](int member) { step.run(member, hidden); });
+}
+
+void Engine::logits(const Matrix& matrix, const bf16* a, int rows, int vocab, float* out) {
+  team_.run([&](int member) {
+    multiply_packed(matrix, a, matrix.inputs, rows, share(matrix.blocks(), 4, member, team_.size()),
+                    [&](int row, int block, int count, const float* values) {
+                      const int first = block * kBlock;
+                      std::memcpy(out + ptrdiff_t{row} * vocab + first, values,
+                                  sizeof(float) * std::min(count * kBlock, vocab - first));
+                    });
+  });
+}
+
+// Positions and sequences of all rows, and the items of attention: longest first, since members take them in turn.
+void Engine::plan(const Batch& batch, const Model& model) {
+  positions_.clear();
+  sequence_of_.clear();
+  items_.clear();
+  const int group = model.num_heads / model.num_kv_heads;
+  const int enough = 4 * team_.size();
+  // Few items are made smaller, so that every member has work; what each row becomes is the same either way.
+  int most = std::max(kQueryRows / group, 1);
+  while (most > 4 && (batch.tokens / most + 1) * model.num_kv_heads < enough) most /= 2;
+  for (int sequence = 0, row = 0; sequence < batch.sequences; sequence++) {
+    const int32_t* table = batch.tables + ptrdiff_t{sequence} * batch.table_size;
+    const int start = batch.starts[sequence], count = batch.counts[sequence];
+    const bool whole = count == 1 && batch.sequences >= enough;
+    const int heads = whole ? model.num_kv_heads : 1;
+    for (int done = 0; done < count; done += most)
+      for (int head = 0; head < model.num_kv_heads; head += heads)
+        items_.push_back({{table, start + done, std::min(most, count - done)}, row + done, head, head + heads});
+    for (int i = 0; i < count; i++, row++) {
+      positions_.push_back(start + i);
+      sequence_of_.push_back(sequence);
+    }
+  }
+  std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+    const auto cost = [](const Item& i) { return int64_t{i.span.start + i.span.count} * i.span.count; };
+    return cost(a) > cost(b);
+  });
+}
+
+}  // namespace kvasir

@@ -1,0 +1,77 @@
+#include "team.h"
+
+#include <immintrin.h>
+
+#include <chrono>
+
+namespace kvasir {
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+// Until `value` is no longer `old`.
+void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
+  const auto limit = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 64; i++) {
+      if (value.load(std::memory_order_acquire) != old) return;
+      _mm_pause();
+    }
+  } while (std::chrono::steady_clock::now() < limit);
+  while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+}
+
+}  // namespace
+
+Team::Team(int size) : size_(size) {
+  for (int member = 1; member < size; member++) threads_.emplace_back([this, member] { serve(member); });
+}
+
+Team::~Team() {
+  start(nullptr);
+  for (auto& thread : threads_) thread.join();
+}
+
+void Team::run(const std::function<void(int)>& work) {
+  if (size_ == 1) {
+    work(0);
+    next_.store(0, std::memory_order_relaxed);
+    return;
+  }
+  start(&work);
+  work(0);
+  barrier();
+}
+
+void Team::start(const std::function<void(int)>* work) {
+  work_ = work;
+  started_.fetch_add(1, std::memory_order_release);
+  started_.notify_all();
+}
+
+void Team::serve(int member) {
+  for (uint32_t runs = 0;; runs++) {
+    wait_while(started_, runs);
+    if (work_ == nullptr) return;
+    (*work_)(member);
+    barrier();
+  }
+}
+
+void Team::barrier() {
+  if (size_ == 1) {
+    next_.store(0, std::memory_order_relaxed);
+    return;
+  }
+  const uint32_t before = passed_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+    arrived_.store(0, std::memory_order_relaxed);
+    next_.store(0, std::memory_order_relaxed);
+    passed_.store(before + 1, std::memory_order_release);
+    passed_.notify_all();
+  } else {
+    wait_while(passed_, before);
+  }
+}
+
+}  // namespace kvasir

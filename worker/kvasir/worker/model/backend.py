@@ -1,0 +1,29 @@
+"""What the runner needs of a decoder, whoever computes it: torch on any device, the CPU kernels,
+and later those of GPUs."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from kvasir.worker.contracts import Chunk
+from kvasir.worker.model.kv_cache import KvCache
+
+
+class Decoder(Protocol):
+    """Weights on one device, and the forward pass. Stateless: the KV cache is passed in."""
+
+    def forward(self, chunks: Sequence[Chunk], cache: KvCache) -> Tensor:
+        """Compute all tokens and write their KV.
+
+        Args:
+            chunks: as ``attention.sorted_for_attention`` orders them.
+
+        Returns:
+            A row for each token, in order, for ``logits`` alone to read.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [rows, vocab_size] of rows that ``forward`` returned."""
+        ...

@@ -1,0 +1,168 @@
+"""The decoder on the CPU kernels: bfloat16 weights, packed once, and one call for each step.
+
+The numbers are those of TorchDecoder but for rounding: the residual stream, norms, rotations
+and all sums are float32. A row's result does not depend on the rest of the batch.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvasir.worker.contracts import Chunk
+from kvasir.worker.kernels.library import CBatch, CCache, CLayer, CModel, Kernels
+from kvasir.worker.kernels.packed import PackedLinear, interleave_blocks, pack_bf16, padded
+from kvasir.worker.model.config import ModelConfig
+from kvasir.worker.model.kv_cache import KvCache
+from kvasir.worker.model.reader import (
+    ATTENTION_NORM,
+    DOWN,
+    GATE,
+    MLP_NORM,
+    OUTPUT,
+    QK_NORM,
+    QKV,
+    UP,
+    WeightReader,
+)
+from kvasir.worker.model.rope import frequencies
+from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, WeightSource
+
+
+class KernelDecoder:
+    """A Decoder (backend.py). Owns its weights, its threads, and what C++ has pointers to."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        kernels: Kernels,
+        *,
+        threads: int,
+        max_positions: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Read and pack all weights; ``progress`` gets a line after each layer."""
+        self._config = config
+        self._kernels = kernels
+        self._positions = max_positions
+        self._kept: list[Tensor | PackedLinear] = []
+        reader = WeightReader(config, source, torch.bfloat16, torch.device("cpu"), progress)
+        embedding = self._packed(reader.matrix(EMBEDDING))
+        self._layers = (CLayer * config.num_layers)()
+        for index in range(config.num_layers):
+            self._layers[index] = self._read_layer(reader, index)
+        final_norm = self._pointer(_padded_row(reader.norm(FINAL_NORM)))
+        self._head = embedding if config.tied_embeddings else self._packed(reader.matrix(LM_HEAD))
+        reader.done()
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies(config))
+        self._embedding = embedding.descriptor()
+        self._model = CModel(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            epsilon=config.rms_norm_eps,
+            layers=self._layers,
+            embedding=ctypes.pointer(self._embedding),
+            final_norm=final_norm,
+            cos=self._pointer(angles.cos()),
+            sin=self._pointer(angles.sin()),
+        )
+        self._engine = kernels.create(threads)
+        weakref.finalize(self, kernels.destroy, self._engine)
+
+    def forward(self, chunks: Sequence[Chunk], cache: KvCache) -> Tensor:
+        """As the protocol says; rows are bfloat16 [tokens, padded hidden]."""
+        tokens = np.fromiter(
+            chain.from_iterable(chunk.token_ids for chunk in chunks), dtype=np.int32
+        )
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+        counts = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
+        tables = np.zeros((len(chunks), max(len(c.block_table) for c in chunks)), dtype=np.int32)
+        for row, chunk in zip(tables, chunks, strict=True):
+            row[: len(chunk.block_table)] = chunk.block_table
+        self._check(tokens, starts + counts, tables, cache)
+        batch = CBatch(
+            tokens=len(tokens),
+            sequences=len(chunks),
+            table_size=tables.shape[1],
+            token_ids=tokens.ctypes.data,
+            starts=starts.ctypes.data,
+            counts=counts.ctypes.data,
+            tables=tables.ctypes.data,
+        )
+        hidden = torch.empty(len(tokens), padded(self._config.hidden_size), dtype=torch.bfloat16)
+        self._kernels.forward(self._engine, self._model, batch, cache_descriptor(cache), hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._kernels.logits(self._engine, self._head, hidden.contiguous())
+
+    def _check(
+        self, tokens: np.ndarray, ends: np.ndarray, tables: np.ndarray, cache: KvCache
+    ) -> None:
+        """C++ trusts its arguments: an index beyond its array must end here."""
+        if tokens.min() < 0 or tokens.max() >= self._config.vocab_size:
+            raise IndexError("a token id is outside the vocabulary")
+        if tables.min() < 0 or tables.max() >= cache.num_blocks:
+            raise IndexError("a block id is outside the cache")
+        if ends.max() > min(self._positions, tables.shape[1] * cache.block_size):
+            raise IndexError("a chunk ends beyond its block table or the longest sequence")
+
+    def _read_layer(self, reader: WeightReader, index: int) -> CLayer:
+        gate, gate_bias = reader.linear(index, GATE)
+        up, up_bias = reader.linear(index, UP)
+        both = None
+        if gate_bias is not None and up_bias is not None:
+            both = interleave_blocks(gate_bias, up_bias)
+        return CLayer(
+            attention_norm=self._norm(reader, index, ATTENTION_NORM),
+            qk_norm=self._qk_norm(reader, index),
+            mlp_norm=self._norm(reader, index, MLP_NORM),
+            qkv=self._packed(*reader.stacked(index, *QKV)).descriptor(),
+            output=self._packed(*reader.stacked(index, OUTPUT)).descriptor(),
+            gate_up=self._packed(interleave_blocks(gate, up), both).descriptor(),
+            down=self._packed(*reader.stacked(index, DOWN)).descriptor(),
+        )
+
+    def _norm(self, reader: WeightReader, index: int, part: str) -> int:
+        return self._pointer(_padded_row(reader.layer_norm(index, part)))
+
+    def _qk_norm(self, reader: WeightReader, index: int) -> int | None:
+        if not self._config.qk_norm:
+            return None
+        return self._pointer(torch.stack([reader.layer_norm(index, part) for part in QK_NORM]))
+
+    def _packed(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        packed = pack_bf16(weight, bias)
+        self._kept.append(packed)
+        return packed
+
+    def _pointer(self, tensor: Tensor) -> int:
+        kept = tensor.contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+
+def cache_descriptor(cache: KvCache) -> CCache:
+    """What C++ gets of a bfloat16 cache on the CPU; valid while the cache lives."""
+    _, layers, _, block_size, kv_heads, head_dim = cache.data.shape
+    return CCache(
+        data=cache.data.data_ptr(),
+        layers=layers,
+        block_size=block_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def _padded_row(row: Tensor) -> Tensor:
+    return pad(row, (0, padded(len(row)) - len(row)))
