@@ -106,11 +106,6 @@ def test_any_overlay_is_refused_or_merged_and_changes_no_selector(template: dict
             "use none",
         ),
         ({"engine": {"type": "vllm"}}, "spec.engine.type", "use native"),
-        (
-            {"engine": {"speculative": {"method": "ngram"}}},
-            "spec.engine.speculative.method",
-            "use none",
-        ),
         ({"decode": {"parallelism": {"tensor": 2}}}, "spec.decode.parallelism.tensor", "use 1"),
         (
             {

@@ -176,6 +176,11 @@ INVALID_SPECS = [
     ("engine: {type: nativ}", "spec.engine.type", "did you mean native?"),
     ("engine: {speculative: ngram}", "spec.engine.speculative", "a mapping of fields"),
     ("engine: {speculative: {method: x}}", "spec.engine.speculative.method", "one of none"),
+    (
+        "engine: {speculative: {numSpeculativeTokens: 33}}",
+        "spec.engine.speculative.numSpeculativeTokens",
+        "at most 32",
+    ),
     ("engine: []", "spec.engine", "a mapping of fields, got a list"),
     ("engine: ", "spec.engine", "a mapping of fields, got nothing"),
     ("disaggregation: {mode: on}", "spec.disaggregation.mode", "got true"),

@@ -83,7 +83,6 @@ def test_threads(cores: int, prefill: int, decode: int, threads: int) -> None:
         ("model: {source: 'pvc://a/b'}", "spec.model.source", "file:///path"),
         ("model: {source: 'file:///a', quantization: int8}", "spec.model.quantization", "none"),
         ("engine: {type: vllm}", "spec.engine.type", "native"),
-        ("engine: {speculative: {method: ngram}}", "spec.engine.speculative.method", "none"),
         ("prefill: {parallelism: {tensor: 2}}", "spec.prefill.parallelism.tensor", "use 1"),
         ("decode: {parallelism: {pipeline: 2}}", "spec.decode.parallelism.pipeline", "use 1"),
         (

@@ -67,8 +67,8 @@ def test_what_a_worker_really_exports() -> None:
     )
     metrics = WorkerMetrics("m", CacheConfig(16, 40, prefix_caching=True), lambda: load)
     metrics.first_token(0.3)
-    metrics.next_token(0.02)
-    metrics.next_token(0.04)
+    metrics.next_tokens(0.02, 1)
+    metrics.next_tokens(0.04, 1)
     text = generate_latest(metrics.registry).decode()
     assert 'vllm:generation_tokens_total{model_name="m"} 3.0' in text
     sample = worker_sample(text)

@@ -237,8 +237,6 @@ def test_no_draft_is_to_be_had_that_would_be_better(
             assert chosen >= rate(more) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("changes", [{"num_tokens": 0}, {"pass_cost": -1.0}])
-def test_bad_settings(changes: dict[str, float]) -> None:
-    settings = {"num_tokens": 4, "pass_cost": 0.0, **changes}
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        SpeculationConfig(Method.NGRAM, **settings)  # type: ignore[arg-type]  # by name
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="num_tokens must be at least 1"):
+        SpeculationConfig(Method.NGRAM, 0)

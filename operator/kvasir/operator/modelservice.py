@@ -89,7 +89,10 @@ class Speculative(Strict):
     """Speculative decoding."""
 
     method: Literal["none", "ngram", "draft"] = "none"
-    """Where drafted tokens come from: the prompt's own n-grams or a small draft model."""
+    """Where drafted tokens come from: earlier text of the same request (ngram), or the model
+    itself with layers left out (draft). Answers are the same with each."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=32)] = 8
+    """Most tokens drafted for a request in one step; fewer are where they would not pay."""
 
 
 class Engine(Strict):

@@ -115,6 +115,8 @@ def _workers(service: ModelService, machine: Machine) -> Iterator[Process]:
         "max_batched_tokens": engine.max_batched_tokens,
         "max_running_requests": engine.max_running_requests,
         "prefix_caching": engine.prefix_caching,
+        "speculative_method": engine.speculative.method,
+        "num_speculative_tokens": engine.speculative.num_speculative_tokens,
         "drain_deadline": service.spec.rollout.drain_deadline,
     }
     roles: tuple[tuple[Literal["prefill", "decode"], int], ...] = (
@@ -140,8 +142,6 @@ def _problems(service: ModelService, machine: Machine) -> Iterator[str]:
         yield _unavailable("model.quantization", spec.model.quantization, "none")
     if spec.engine.type != "native":
         yield _unavailable("engine.type", spec.engine.type, "native")
-    if spec.engine.speculative.method != "none":
-        yield _unavailable("engine.speculative.method", spec.engine.speculative.method, "none")
     yield from _role_problems("prefill", spec.prefill)
     yield from _role_problems("decode", spec.decode)
     if spec.router.scaling is not None:

@@ -18,6 +18,8 @@ WORKER_FIELDS = {
     "max_batched_tokens": "spec.engine.maxBatchedTokens",
     "max_running_requests": "spec.engine.maxRunningRequests",
     "prefix_caching": "spec.engine.prefixCaching",
+    "speculative_method": "spec.engine.speculative.method",
+    "num_speculative_tokens": "spec.engine.speculative.numSpeculativeTokens",
     "drain_deadline": "spec.rollout.drainDeadline",
 }
 """Field of a worker's configuration to path in the ModelService."""

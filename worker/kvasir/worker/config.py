@@ -52,6 +52,11 @@ class WorkerConfig(BaseModel):
     """Beyond this many queued requests the worker refuses with QUEUE_FULL."""
     prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
+    speculative_method: Literal["none", "ngram", "draft"] = "none"
+    """Where drafted tokens come from: earlier text of the same request, or the model itself
+    with layers left out. Output is the same with each; drafts are made only where they pay."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=32)] = 8
+    """Most tokens drafted for a sequence in one step."""
 
     transfer_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Longest wait for a prefill worker before the prompt is computed here."""

@@ -64,17 +64,20 @@ class KvBlocks:
 
     def grow(self, sequence: Sequence) -> bool:
         """Room for all known tokens that can be written to; False if the blocks are not there."""
-        table = list(sequence.block_table)
+        table = sequence.block_table
         first = sequence.num_computed // self._block_size
         shared = first < len(table) and not self.cache.is_writable(table[first])
         missing = max(self._wanted(sequence) - len(table), 0)
+        if not (missing or shared):
+            return True
         fresh = self.cache.allocate(missing + shared)
         if fresh is None:
             return False
         if shared:
-            source, table[first], fresh = table[first], fresh[0], fresh[1:]
-            self._copies.append(BlockCopy(source, table[first]))
-            self.cache.release((source,))
+            target, fresh = fresh[0], fresh[1:]
+            self._copies.append(BlockCopy(table[first], target))
+            self.cache.release((table[first],))
+            table = (*table[:first], target, *table[first + 1 :])
         sequence.block_table = (*table, *fresh)
         return True
 

@@ -103,9 +103,10 @@ class WorkerMetrics:
         self._ttft.observe(seconds)
         self._generated.inc()
 
-    def next_token(self, seconds: float) -> None:
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """One output of ``count`` tokens: more than one with speculation."""
         self._itl.observe(seconds)
-        self._generated.inc()
+        self._generated.inc(count)
 
     def transfer_ended(self, outcome: Outcome, seconds: float) -> None:
         self._transfers.labels(outcome.value).inc()
@@ -180,6 +181,17 @@ class _EngineCollector(Collector):
                 load.prefix_hit_tokens,
             ),
             ("vllm:num_preemptions", "Requests put back to be recomputed.", load.preemptions),
+            (
+                "vllm:spec_decode_num_drafts",
+                "How often tokens were drafted for a request.",
+                load.drafts,
+            ),
+            ("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", load.draft_tokens),
+            (
+                "vllm:spec_decode_num_accepted_tokens",
+                "Drafted tokens that were right.",
+                load.accepted_tokens,
+            ),
         )
         for name, text, count in counters:
             counter = CounterMetricFamily(name, text, labels=["model_name"])

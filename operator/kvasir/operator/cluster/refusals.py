@@ -31,8 +31,6 @@ def _problems(service: ModelService) -> Iterator[str]:
         yield _not_served("model.quantization", spec.model.quantization, "none")
     if spec.engine.type != "native":
         yield _not_served("engine.type", spec.engine.type, "native")
-    if spec.engine.speculative.method != "none":
-        yield _not_served("engine.speculative.method", spec.engine.speculative.method, "none")
     for name in WORKER_ROLES:
         yield from _role_problems(name, spec.prefill if name == "prefill" else spec.decode)
     yield from overlay.problems("spec.router.template", spec.router.template or {})

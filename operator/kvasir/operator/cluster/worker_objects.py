@@ -252,5 +252,7 @@ def _config(service: ModelService, role: WorkerRole, kv_revision: str) -> dict[s
         "max_batched_tokens": engine.max_batched_tokens,
         "max_running_requests": engine.max_running_requests,
         "prefix_caching": engine.prefix_caching,
+        "speculative_method": engine.speculative.method,
+        "num_speculative_tokens": engine.speculative.num_speculative_tokens,
         "drain_deadline": service.spec.rollout.drain_deadline,
     }

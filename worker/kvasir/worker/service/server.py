@@ -25,6 +25,7 @@ from kvasir.worker.service.hub import LOAD_INTERVAL, SessionHub
 from kvasir.worker.service.identity import WorkerIdentity, tokenizer_hash
 from kvasir.worker.service.requests import Limits
 from kvasir.worker.service.session import SessionContext
+from kvasir.worker.speculation.config import Method, SpeculationConfig
 from kvasir.worker.transfer.holder import Holder
 from kvasir.worker.transfer.layout import Identity, max_frame_bytes
 from kvasir.worker.transfer.peers import KEEPALIVE_OPTIONS, Peers
@@ -171,7 +172,14 @@ def _scheduler_config(config: WorkerConfig, model: ServedModel) -> SchedulerConf
         max_waiting_requests=config.max_waiting_requests,
         eos_token_ids=model.eos_token_ids,
         prefix_caching=config.prefix_caching,
+        speculation=_speculation_config(config),
     )
+
+
+def _speculation_config(config: WorkerConfig) -> SpeculationConfig | None:
+    if config.speculative_method == "none":
+        return None
+    return SpeculationConfig(Method(config.speculative_method), config.num_speculative_tokens)
 
 
 def _worker_info(config: WorkerConfig, model: ServedModel, epoch: str) -> pb.WorkerInfo:

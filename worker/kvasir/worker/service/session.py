@@ -205,7 +205,7 @@ class Session:
             if live.last_output is None:
                 self._context.metrics.first_token(now - live.submitted)
             else:
-                self._context.metrics.next_token(now - live.last_output)
+                self._context.metrics.next_tokens(now - live.last_output, len(output.token_ids))
             live.last_output = now
         if output.finish is not None:
             _stop_pull(live)

@@ -18,17 +18,12 @@ class SpeculationConfig:
     """``num_tokens`` is the most tokens drafted for a sequence in one step.
 
     ``adaptive``: draft only what is expected to pay; else always all that there is.
-    ``pass_cost`` is what the drafting of one more token costs at first sight, in steps of one
-    row: 0 for n-grams, the share of the weights that a draft model reads.
     """
 
     method: Method
     num_tokens: int
     adaptive: bool = True
-    pass_cost: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, not {self.num_tokens}")
-        if self.pass_cost < 0:
-            raise ValueError(f"pass_cost must not be negative, but is {self.pass_cost}")

@@ -20,6 +20,8 @@ from kvasir.worker.speculation.controller import Candidate, allot
 from kvasir.worker.speculation.costs import StepCosts
 from kvasir.worker.speculation.ngram import NgramIndex
 
+_DRAFT_PASS = 0.5
+"""What one pass of a draft model costs, in steps of one row, until that is measured."""
 _PROBE_STEPS = 100
 """After so many steps without a draft, the likeliest sequence drafts: the world may be another."""
 
@@ -54,7 +56,7 @@ class Speculator:
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
         self._acceptance = Acceptance()
-        self._costs = StepCosts(config.pass_cost)
+        self._costs = StepCosts(0.0 if config.method is Method.NGRAM else _DRAFT_PASS)
         self._records: dict[str, _Record] = {}
         self._steps_without = 0
         self.num_drafts = 0
