@@ -7,6 +7,7 @@ from kvasir.bench.chunking_command import chunking
 from kvasir.bench.disaggregation_command import disaggregation
 from kvasir.bench.engine_command import engine
 from kvasir.bench.exact_command import exact
+from kvasir.bench.kv_command import kv
 from kvasir.bench.prefix_command import prefix
 from kvasir.bench.serve_command import serve
 
@@ -26,4 +27,5 @@ bench.add_command(exact)
 bench.add_command(batching)
 bench.add_command(chunking)
 bench.add_command(prefix)
+bench.add_command(kv)
 bench.add_command(disaggregation)

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from kvasir.bench.instant import InstantRunner
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Spread, spread, summarize
 from kvasir.bench.trial import Progress, in_turns, trial
 from kvasir.bench.workload import Prompt, RequestSpec, TokenSource
 from kvasir.proto.sampling import SamplingParams
-from kvasir.worker.contracts import Computed, Request, Runner, Sampled, StepPlan, StepResult
+from kvasir.worker.contracts import Request, Runner
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.scheduler import Scheduler
 
@@ -109,19 +110,9 @@ def measure_cost(
     )
 
 
-class _Instant:
-    """A runner that computes nothing: each token that is asked for is the same one."""
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        return {
-            chunk.request_id: Computed((Sampled(token_id=1),) * len(chunk.samples))
-            for chunk in plan.chunks
-        }
-
-
 def scheduler_seconds_per_token(config: SchedulerConfig, specs: Sequence[RequestSpec]) -> float:
     """CPU time of this thread in the scheduler, for each token in and out."""
-    scheduler, runner = Scheduler(config), _Instant()
+    scheduler, runner = Scheduler(config), InstantRunner()
     tokens = 0
     start = time.thread_time()
     for index, spec in enumerate(specs):

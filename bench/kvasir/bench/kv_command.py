@@ -1,0 +1,137 @@
+"""Options and output of `kvasir bench kv`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvasir.bench.machine import describe_machine
+from kvasir.bench.options import COUNT, FILE, common_options
+from kvasir.bench.report import (
+    number,
+    output,
+    print_header,
+    progress,
+    spread_cell,
+    table,
+    write_json,
+)
+from kvasir.bench.stats import Spread, distribution, spread
+from kvasir.bench.traces import read_trace
+from kvasir.bench.workload import WorkloadError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvasir.bench.kv import Figure
+
+_COMMAND = "kvasir bench kv"
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
+
+
+@click.command()
+@click.option("--trace", type=FILE, required=True, help="Lengths: Azure .csv or Mooncake .jsonl.")
+@click.option("--requests", type=COUNT, default=1000, show_default=True, help="Rows of one run.")
+@click.option(
+    "--kv-tokens", type=COUNT, default=65536, show_default=True, help="Tokens that the KV holds."
+)
+@click.option(
+    "--token-bytes",
+    type=COUNT,
+    default=_TOKEN_BYTES,
+    show_default=True,
+    help="KV of one token; by default the bundled model's in bfloat16.",
+)
+@click.option(
+    "--max-model-len",
+    type=COUNT,
+    default=8192,
+    show_default=True,
+    help="The longest sequence; longer rows are left out. Reservation takes as much.",
+)
+@click.option("--block-size", type=COUNT, default=16, show_default=True, help="Of reservation.")
+@click.option("--max-batched-tokens", type=COUNT, default=512, show_default=True)
+@click.option("--max-running", type=COUNT, default=256, show_default=True)
+@common_options
+def kv(**given: Any) -> None:
+    """Show how much of the KV memory holds KV: paging in several block sizes, and reservation.
+
+    The scheduler alone, on the lengths of a trace: nothing is computed, and the shares do not
+    depend on the machine.
+    """
+    from kvasir.bench.kv import PAGING, RESERVATION, Mode, Workload, fitting, measure
+
+    machine = describe_machine()
+    console = output()
+    try:
+        rows = read_trace(given["trace"])
+        fit = fitting(rows, given["max_model_len"])
+        names = ("requests", "kv_tokens", "token_bytes", "max_model_len", "max_batched_tokens")
+        work = Workload(
+            rows=fit,
+            max_running=given["max_running"],
+            seed=given["seed"],
+            **{name: given[name] for name in names},
+        )
+        modes = [Mode(RESERVATION, given["block_size"]), *(Mode(PAGING, n) for n in _SIZES)]
+        with progress() as say:
+            figures = measure(work, modes, given["runs"], say)
+    except (WorkloadError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    settings = {
+        "trace": given["trace"].name,
+        "rows left out": len(rows) - len(fit),
+        **{name: given[name] for name in (*names, "max_running", "seed", "runs")},
+        "input": _lengths([row.input_length for row in fit]),
+        "output": _lengths([row.output_length for row in fit]),
+    }
+    print_header(console, _COMMAND, machine, settings)
+    _print(console, figures)
+    if given["json_file"] is not None:
+        report = {"command": _COMMAND, "machine": machine, "settings": settings}
+        write_json(given["json_file"], {**report, "figures": figures})
+
+
+def _lengths(lengths: Sequence[int]) -> str:
+    found = distribution([float(length) for length in lengths])
+    if found is None:
+        return "none"
+    return f"mean={number(found.mean)} p50={number(found.p50)} p99={number(found.p99)}"
+
+
+def _print(console: "Console", figures: Sequence["Figure"]) -> None:
+    columns = (
+        "KV memory, block size",
+        *("filled %", "reserved %", "internal %", "external %", "waste %", "tables %"),
+        *("running", "steps", "preempted", "scheduler us/step", "memory GB/s"),
+    )
+    rows = [
+        (
+            f"{figure.mode}, {figure.block_size}",
+            *map(
+                _percent,
+                (figure.filled, figure.reserved, figure.internal, figure.external, figure.waste),
+            ),
+            _percent(figure.table),
+            spread_cell(figure.running),
+            spread_cell(figure.steps),
+            spread_cell(figure.preemptions),
+            spread_cell(figure.scheduler_us),
+            spread_cell(spread(figure.memory_gb_s)),
+        )
+        for figure in figures
+    ]
+    console.print(
+        table("Shares of the slots taken, mean over steps. Median (range)", columns, rows)
+    )
+    console.print(
+        "Waste is internal and external. Tables: their bytes for each byte of KV taken. Running:"
+        " requests with blocks."
+    )
+
+
+def _percent(share: Spread) -> str:
+    low, high = f"{100 * share.low:.2f}", f"{100 * share.high:.2f}"
+    median = f"{100 * share.median:.2f}"
+    return median if low == high else f"{median} ({low} to {high})"
