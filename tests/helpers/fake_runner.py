@@ -86,10 +86,8 @@ class FakeRunner:
         if not chunk.token_ids or end > len(chunk.block_table) * self._block_size:
             raise ValueError(f"chunk [{chunk.start}, {end}) does not fit its block table")
         context = self._context(chunk)
-        draft_ids: tuple[int, ...] = ()
         if chunk.num_to_draft:
-            draft_ids = self._guess(chunk, context)
-            chunk = chunk.with_drafts(draft_ids)
+            chunk = chunk.with_drafts(self._guess(chunk, context))
             if len(chunk.token_ids) + chunk.start > len(chunk.block_table) * self._block_size:
                 raise ValueError("drafts do not fit their block table")
         digest = zlib.crc32(context)
@@ -103,7 +101,7 @@ class FakeRunner:
             digests.append(digest)
         drawn_from = digests[len(digests) - len(chunk.samples) :]
         sampled = tuple(map(self._sample, drawn_from, chunk.samples))
-        return Computed(sampled, _prompt_logprobs(chunk), draft_ids)
+        return Computed(sampled, _prompt_logprobs(chunk), chunk.draft_ids)
 
     def _guess(self, chunk: Chunk, context: bytes) -> tuple[int, ...]:
         digest = zlib.crc32(context)

@@ -10,6 +10,7 @@ from kvasir.bench.exact_command import exact
 from kvasir.bench.kv_command import kv
 from kvasir.bench.prefix_command import prefix
 from kvasir.bench.serve_command import serve
+from kvasir.bench.speculation_command import speculation
 
 
 @click.group()
@@ -29,3 +30,4 @@ bench.add_command(chunking)
 bench.add_command(prefix)
 bench.add_command(kv)
 bench.add_command(disaggregation)
+bench.add_command(speculation)

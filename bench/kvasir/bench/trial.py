@@ -108,6 +108,10 @@ class Trial:
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 
+    def load(self) -> Load:
+        """The engine's gauges and counters, as of its last step."""
+        return self._engine.load()
+
     def has_ended(self, request_id: str) -> bool:
         return self._watched[request_id].done.is_set()
 

@@ -57,6 +57,8 @@ class WorkerConfig(BaseModel):
     with layers left out. Output is the same with each; drafts are made only where they pay."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     """Most tokens drafted for a sequence in one step."""
+    draft_layers: Annotated[int, Field(ge=0)] = 0
+    """Leading layers of the model that draft; 0: four of five."""
 
     transfer_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Longest wait for a prefill worker before the prompt is computed here."""

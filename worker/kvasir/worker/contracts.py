@@ -29,6 +29,14 @@ class Work(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search with ``width`` beams; a positive ``length_penalty`` favors long outputs."""
+
+    width: int
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request (one child of an ``n > 1`` request), validated.
 
@@ -37,7 +45,9 @@ class Request:
     ``deadline`` is seconds since the Unix epoch; None for none. ``skip_tokens`` (PREFILL
     only) is how many leading tokens the receiver already has; a multiple of the block size.
     Requests of one ``group`` have the same prompt, which is computed once for all of them if
-    they meet here; empty for a request without siblings.
+    they meet here; empty for a request without siblings. With ``beam``, tokens are not drawn but
+    searched for, ``sampling.logprobs`` says how many continuations of a beam are looked at, and
+    nothing is told before the end.
     """
 
     request_id: str
@@ -50,6 +60,7 @@ class Request:
     work: Work = Work.GENERATE
     skip_tokens: int = 0
     group: str = ""
+    beam: BeamParams | None = None
 
 
 # --- scheduler -> runner -------------------------------------------------------------------
@@ -158,8 +169,7 @@ class Sampled:
 class Computed:
     """What one chunk gave: one drawn token for each of its samples, and prompt logprobs.
 
-    ``draft_ids`` are the tokens that the runner drafted itself; ``sampled`` then has one more
-    entry for each of them.
+    ``draft_ids`` are the chunk's drafts, whoever made them; ``sampled`` has one more entry.
     """
 
     sampled: tuple[Sampled, ...] = ()
@@ -212,6 +222,15 @@ class Finish(Enum):
     REFUSED = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One result of a beam search; ``score`` is the sum of logprobs over length ** penalty."""
+
+    token_ids: tuple[int, ...]
+    finish: Finish
+    score: float
+
+
 class PrefillOutcome(Enum):
     LOCAL = auto()
     REMOTE = auto()
@@ -241,6 +260,8 @@ class Output:
     refusal: Refusal | None = None
     prefill: PrefillReport | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    hypotheses: tuple[Hypothesis, ...] = ()
+    """Of a beam search, the best first; on the last output only, which has no other tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from kvasir.worker.model.machine import computes_bfloat16, free_memory, usable_c
 from kvasir.worker.model.source import ModelSource, open_source
 from kvasir.worker.model.weights import check_weights, expected_shapes
 from kvasir.worker.runner import TorchRunner
+from kvasir.worker.speculation.draft_model import DraftModel
 
 __all__ = ["LoadedModel", "ModelError", "load_model"]
 
@@ -70,7 +71,9 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     progress(f"allocating {num_blocks} KV blocks")
     cache = KvCache(model, num_blocks, config.block_size, dtype, device)
     return LoadedModel(
-        runner=TorchRunner(decoder, cache, source.eos_token_ids),
+        runner=TorchRunner(
+            decoder, cache, source.eos_token_ids, _draft_model(config, source, decoder)
+        ),
         vocab_size=model.vocab_size,
         eos_token_ids=source.eos_token_ids,
         max_model_len=config.max_model_len,
@@ -112,6 +115,19 @@ def _decoder(
         max_positions=config.max_model_len,
         progress=progress,
     )
+
+
+def _draft_model(config: WorkerConfig, source: ModelSource, decoder: Decoder) -> DraftModel | None:
+    if config.speculative_method != "draft":
+        return None
+    layers = config.draft_layers or max(1, source.config.num_layers * 4 // 5)
+    if layers >= source.config.num_layers:
+        raise ModelError(
+            "draft_layers",
+            f"{layers} layers are no less work than all {source.config.num_layers}",
+            f"set it to at most {source.config.num_layers - 1}",
+        )
+    return DraftModel(decoder.first_layers(layers), source.eos_token_ids)
 
 
 def _device(config: WorkerConfig) -> torch.device:

@@ -17,6 +17,7 @@ from kvasir.worker.model.backend import Decoder
 from kvasir.worker.model.kv_cache import KvCache
 from kvasir.worker.sampling.logprobs import token_logprobs
 from kvasir.worker.sampling.sampler import sample
+from kvasir.worker.speculation.draft_model import DraftModel
 
 _LOGITS_ROWS = 64
 """Rows of prompt logits in memory at once: a whole chunk's would be 100 MB or more."""
@@ -25,8 +26,16 @@ _LOGITS_ROWS = 64
 class TorchRunner:
     """The Runner of contracts.py, on CPU or CUDA."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        eos_token_ids: frozenset[int],
+        draft_model: DraftModel | None = None,
+    ) -> None:
+        """Without a ``draft_model``, no chunk may ask for drafts."""
         self._decoder = decoder
+        self._draft_model = draft_model
         self._cache = cache
         self._eos_token_ids = eos_token_ids
 
@@ -44,13 +53,15 @@ class TorchRunner:
             return {}
         if len({chunk.request_id for chunk in plan.chunks}) != len(plan.chunks):
             raise ValueError("a plan names a request twice")
-        chunks = sorted_for_attention(plan.chunks)
         with torch.inference_mode():
             self._cache.copy_blocks(plan.copies)
+            chunks = sorted_for_attention(self._drafted(plan.chunks))
             hidden = self._decoder.forward(chunks, self._cache)
             sampled = self._sample(hidden, chunks)
             return {
-                chunk.request_id: Computed(drawn, self._prompt_logprobs(hidden[first:end], chunk))
+                chunk.request_id: Computed(
+                    drawn, self._prompt_logprobs(hidden[first:end], chunk), chunk.draft_ids
+                )
                 for chunk, drawn, (first, end) in zip(chunks, sampled, _rows(chunks), strict=True)
             }
 
@@ -63,6 +74,13 @@ class TorchRunner:
         """Copy verified bytes in; ValueError if the length is not that of the blocks."""
         with torch.inference_mode():
             self._cache.write_blocks(block_ids, payload)
+
+    def _drafted(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        if not any(chunk.num_to_draft for chunk in chunks):
+            return chunks
+        if self._draft_model is None:
+            raise ValueError("a chunk asks for drafts, but there is no draft model")
+        return self._draft_model.extend(chunks, self._cache)
 
     def _sample(self, hidden: Tensor, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """For each chunk, a token after each of its last ``len(chunk.samples)`` rows."""

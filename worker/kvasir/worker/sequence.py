@@ -11,11 +11,15 @@ or of time.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from copy import copy
+from dataclasses import replace
 from enum import Enum, auto
 
 from kvasir.proto import blocks
 from kvasir.proto.sampling import TokenLogprobs
+from kvasir.worker.beam_search import BeamSearch
 from kvasir.worker.contracts import (
+    BeamParams,
     Chunk,
     Finish,
     Output,
@@ -101,10 +105,15 @@ class Sequence:
     def most_drafts(self) -> int:
         """How many drafted tokens may be of use in its next step.
 
-        None before the first output, nor where one token is all that is wanted. One more token
-        than is drafted comes out of a step.
+        None before the first output, nor where one token is all that is wanted, nor in a beam
+        search. One more token than is drafted comes out of a step.
         """
-        if not (self.output_ids and self.is_decoding) or self.request.work is Work.PREFILL:
+        request = self.request
+        if not (self.output_ids and self.is_decoding) or request.work is Work.PREFILL:
+            return 0
+        if request.beam is not None:
+            return 0
+        if self.request.beam is not None:
             return 0
         return self._limit - len(self.output_ids) - 1
 
@@ -229,6 +238,25 @@ class Sequence:
         """Note how the prompt's KV came to be; replayed output is not counted as prompt."""
         cached = min(tokens, len(self.request.prompt_ids))
         self.report = PrefillReport(cached, outcome, peer_fault)
+
+    def new_search(self, params: BeamParams) -> BeamSearch:
+        """A beam search from the prompt, with this request's ends."""
+        return BeamSearch(params, frozenset(self._stop_ids), self._limit)
+
+    def fork(self, request_id: str, token_id: int) -> "Sequence":
+        """The same sequence with one more token, under another id; its blocks are not its own yet."""
+        child = copy(self)
+        child.request = replace(self.request, request_id=request_id)
+        child.output_ids = [*self.output_ids, token_id]
+        child.block_table = ()
+        child.committed = set()
+        child._hashes = list(self._hashes)
+        return child
+
+    def restart(self) -> None:
+        """Forget all output."""
+        self.output_ids.clear()
+        del self._hashes[len(self.request.prompt_ids) // self._block_size :]
 
     def reset(self) -> None:
         """Forget all KV, as if only the tokens had ever been; the blocks are released already."""

@@ -24,6 +24,10 @@ class Decoder(Protocol):
         """
         ...
 
+    def first_layers(self, count: int) -> "Decoder":
+        """A decoder that leaves out all layers after the first ``count``; it shares the weights."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [rows, vocab_size] of rows that ``forward`` returned."""
         ...

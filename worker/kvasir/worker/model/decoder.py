@@ -7,6 +7,7 @@ of the work and most of the rounding.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 
@@ -96,6 +97,11 @@ class TorchDecoder:
             build_batch(chunks, self.config.num_heads // self.config.num_kv_heads, cache),
             cache,
         )
+
+    def first_layers(self, count: int) -> "TorchDecoder":
+        shallow = copy(self)
+        shallow._layers = self._layers[:count]
+        return shallow
 
     def _forward(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, cache: KvCache

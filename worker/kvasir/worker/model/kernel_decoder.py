@@ -7,6 +7,7 @@ and all sums are float32. A row's result does not depend on the rest of the batc
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import chain
 
 import numpy as np
@@ -76,6 +77,7 @@ class KernelDecoder:
             cos=self._pointer(angles.cos()),
             sin=self._pointer(angles.sin()),
         )
+        self._whole: KernelDecoder | None = None  # whose end destroys the engine
         self._engine = kernels.create(threads)
         weakref.finalize(self, kernels.destroy, self._engine)
 
@@ -102,6 +104,13 @@ class KernelDecoder:
         hidden = torch.empty(len(tokens), padded(self._config.hidden_size), dtype=torch.bfloat16)
         self._kernels.forward(self._engine, self._model, batch, cache_descriptor(cache), hidden)
         return hidden
+
+    def first_layers(self, count: int) -> "KernelDecoder":
+        shallow = copy(self)
+        shallow._whole = self
+        shallow._model = CModel.from_buffer_copy(self._model)
+        shallow._model.num_layers = count
+        return shallow
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._kernels.logits(self._engine, self._head, hidden.contiguous())

@@ -87,7 +87,7 @@ class Speculator:
     def observe(self, chunk: Chunk, computed: Computed) -> int:
         """What became of a chunk that draws; how many of its drafts are accepted."""
         drawn = [sampled.token_id for sampled in computed.sampled]
-        drafts = chunk.draft_ids or computed.draft_ids
+        drafts = computed.draft_ids
         accepted = num_accepted(drafts, drawn)
         if drafts:
             self.num_drafts += 1
