@@ -17,15 +17,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "deploy" / "samples" / "01-minimal.yaml"
+SPECULATIVE = ROOT / "deploy" / "samples" / "05-speculative.yaml"
 KVASIR = Path(sys.executable).parent / "kvasir"
 
 
 @contextlib.contextmanager
-def up(state_home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def up(state_home: Path, sample: Path = SAMPLE) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `kvasir up`, and the curl command that it printed."""
     environment = os.environ | {"XDG_STATE_HOME": str(state_home)}
     process = subprocess.Popen(
-        [KVASIR, "up", "-f", SAMPLE, "--port", "0"],
+        [KVASIR, "up", "-f", sample, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -138,3 +139,8 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_the_speculative_sample_answers(tmp_path: Path) -> None:
+    with up(tmp_path, SPECULATIVE) as (_, curl):
+        assert "Paris" in paste(curl)

@@ -103,6 +103,7 @@ def test_a_sample_is_valid_and_says_what_works(path: Path) -> None:
 def test_there_are_all_samples() -> None:
     assert [path.name for path in SAMPLES] == [
         *("01-minimal.yaml", "02-gpu-pools.yaml", "03-autoscaled.yaml", "04-vllm-engine.yaml"),
+        "05-speculative.yaml",
     ]
 
 
