@@ -101,33 +101,30 @@ def _lengths(lengths: Sequence[int]) -> str:
 
 
 def _print(console: "Console", figures: Sequence["Figure"]) -> None:
-    columns = (
-        "KV memory, block size",
-        *("filled %", "reserved %", "internal %", "external %", "waste %", "tables %"),
-        *("running", "steps", "preempted", "scheduler us/step", "memory GB/s"),
-    )
-    rows = [
+    first = "KV memory, block size"
+    columns = ("filled", "reserved", "internal", "external", "waste", "tables")
+    shares = [
         (
-            f"{figure.mode}, {figure.block_size}",
-            *map(
-                _percent,
-                (figure.filled, figure.reserved, figure.internal, figure.external, figure.waste),
-            ),
-            _percent(figure.table),
-            spread_cell(figure.running),
-            spread_cell(figure.steps),
-            spread_cell(figure.preemptions),
-            spread_cell(figure.scheduler_us),
-            spread_cell(spread(figure.memory_gb_s)),
+            f"{one.mode}, {one.block_size}",
+            *map(_percent, (one.filled, one.reserved, one.internal)),
+            *map(_percent, (one.external, one.waste, one.table)),
         )
-        for figure in figures
+        for one in figures
+    ]
+    title = "% of the slots taken, mean over steps. Median (range) of runs"
+    console.print(table(title, (first, *columns), shares))
+    console.print("Waste: internal and external. Tables: their bytes in % of the KV's.\n")
+    measured = ("requests with blocks", "steps", "preemptions", "scheduler us/step")
+    effects = [
+        (
+            f"{one.mode}, {one.block_size}",
+            *map(spread_cell, (one.running, one.steps, one.preemptions, one.scheduler_us)),
+            spread_cell(spread(one.memory_gb_s)),
+        )
+        for one in figures
     ]
     console.print(
-        table("Shares of the slots taken, mean over steps. Median (range)", columns, rows)
-    )
-    console.print(
-        "Waste is internal and external. Tables: their bytes for each byte of KV taken. Running:"
-        " requests with blocks."
+        table("What that does. Median (range) of runs", (first, *measured, "memory GB/s"), effects)
     )
 
 

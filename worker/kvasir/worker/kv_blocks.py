@@ -98,6 +98,13 @@ class KvBlocks:
             return sequence.peak_blocks
         return sequence.blocks_for(sequence.num_tokens)
 
+    def share(self, sequence: Sequence, parent: Sequence) -> None:
+        """Give a sequence that continues another one all of its blocks."""
+        table = self.cache.allocate(0, parent.block_table)
+        if table is None:
+            raise InvariantError(f"the blocks of {parent.request_id} cannot be shared")
+        sequence.block_table = table
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Copies to make, in order, before any block is written."""
         copies, self._copies = tuple(self._copies), []

@@ -78,7 +78,15 @@ class SchedulerConfig:
                 f"{self.max_model_len - 1} tokens.",
                 "prompt",
             )
-        if (needed := self.peak_blocks(request)) > self.num_blocks:
+        width = 1 if request.beam is None else request.beam.width
+        if width > self.max_batched_tokens:
+            return Refusal(
+                Reason.INVALID_REQUEST,
+                f"A step of this worker has {self.max_batched_tokens} tokens: too few for "
+                f"{width} beams.",
+                "n",
+            )
+        if (needed := width * self.peak_blocks(request)) > self.num_blocks:
             return Refusal(
                 Reason.CONTEXT_LENGTH_EXCEEDED,
                 f"Prompt and max_tokens need {needed} KV blocks of {self.block_size} tokens, but "

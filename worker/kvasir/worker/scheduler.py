@@ -31,6 +31,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from kvasir.proto.errors import Reason, Refusal
+from kvasir.worker.beams import Beams, Search
 from kvasir.worker.block_pool import InvariantError
 from kvasir.worker.contracts import (
     Chunk,
@@ -65,6 +66,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both lists in the order of Sequence.key
         self._running: list[Sequence] = []  # RUNNING and RECEIVING; HOLDING ones are in neither
         self._siblings = Siblings()
+        self._beams = Beams()
         self._arrivals = 0
         self._query_tokens = 0
         self._hit_tokens = 0
@@ -89,6 +91,7 @@ class Scheduler:
             return
         self._sequences[request.request_id] = sequence
         self._siblings.add(sequence)
+        self._beams.add(sequence)
         insort(self._waiting, sequence, key=_key)
 
     def abort(self, request_id: str) -> bool:
@@ -180,7 +183,7 @@ class Scheduler:
         if self._speculator is not None and plan.chunks:
             self._speculator.observe_step(plan.chunks, seconds)
         for chunk in plan.chunks:
-            sequence, computed = self._sequences[chunk.request_id], result[chunk.request_id]
+            sequence, computed = self._member(chunk.request_id), result[chunk.request_id]
             sequence.collect(computed.prompt_logprobs)
             known = len(chunk.token_ids) - len(chunk.draft_ids)
             self._kv.computed(sequence, chunk.start + known)
@@ -223,7 +226,7 @@ class Scheduler:
         return min((deadline for _, deadline in self._deadlines()), default=None)
 
     def load(self) -> Load:
-        admitted = [s for s in self._sequences.values() if s.state is not State.WAITING]
+        admitted = [s for s in self._all() if s.state is not State.WAITING]
         speculator = self._speculator
         return Load(
             running=len(admitted),
@@ -247,7 +250,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise InvariantError if blocks are lost, leaked or counted wrongly."""
-        self._kv.check(self._sequences.values())
+        self._kv.check(self._all())
 
     # --- phases ------------------------------------------------------------------------------
 
@@ -273,11 +276,14 @@ class Scheduler:
     def _decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         for sequence in list(self._running):
-            if len(chunks) == self._config.max_batched_tokens:
-                break
             # A sequence that this loop has preempted is WAITING by now.
-            if sequence.state is State.RUNNING and sequence.is_decoding and self._grow(sequence):
-                chunks.append(sequence.next_chunk(1))
+            if sequence.state is not State.RUNNING or not sequence.is_decoding:
+                continue
+            together = self._beams.steps_with(sequence)
+            if len(chunks) + len(together) > self._config.max_batched_tokens:
+                break
+            if all(map(self._grow, together)):
+                chunks.extend(member.next_chunk(1) for member in together)
         return chunks
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -285,13 +291,17 @@ class Scheduler:
         while not self._kv.grow(sequence):
             victim = next(s for s in reversed(self._running) if _is_preemptible(s))
             self._preempt(victim)
-            if victim is sequence:
+            if sequence.state is State.WAITING:
                 return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens are kept and its KV computed again."""
         self._preemptions += 1
+        search = self._beams.of(sequence)
+        if search is not None:
+            sequence = search.root
+            self._part(self._beams.collapse(search))
         self._running.remove(sequence)
         self._kv.release(sequence)
         sequence.reset()
@@ -343,7 +353,7 @@ class Scheduler:
         """The same chunks, some of them with drafts; nobody's block is taken for a guess."""
         rows = sum(len(chunk.token_ids) for chunk in chunks)
         drawing = {chunk.request_id: i for i, chunk in enumerate(chunks) if chunk.samples}
-        decoding = [s for i in drawing if (s := self._sequences[i]).most_drafts > 0]
+        decoding = [s for i in drawing if (s := self._member(i)).most_drafts > 0]
         budget = self._config.max_batched_tokens - rows
         spare = sum(s.can_grow for s in self._running)
         for drafts in speculator.propose(decoding, len(drawing), rows, budget):
@@ -372,7 +382,43 @@ class Scheduler:
             return computed.sampled
         return computed.sampled[: 1 + self._speculator.observe(chunk, computed)]
 
+    def _all(self) -> list[Sequence]:
+        return [*self._sequences.values(), *self._beams.others()]
+
+    def _member(self, request_id: str) -> Sequence:
+        """A sequence by the id of its chunk."""
+        return self._sequences.get(request_id) or self._beams.member(request_id)
+
+    def _advance(self, search: Search) -> None:
+        """All beams of a request have drawn."""
+        root, old = search.root, search.members
+        beams = search.advance()
+        if not beams:
+            best = search.hypotheses
+            self._outputs.append(
+                Output(root.request_id, (), (), best[0].finish, None, root.report, (), best)
+            )
+            self._end(root)
+            return
+        for child, parent in self._beams.replace(search, beams):
+            self._kv.share(child, parent)
+            insort(self._running, child, key=_key)
+        self._part(old)
+        self._sequences[root.request_id] = search.root
+
+    def _part(self, members: Iterable[Sequence]) -> None:
+        """Of beams that nothing continues, or whose children have taken their place."""
+        for member in members:
+            self._kv.release(member)
+            self._running.remove(member)
+
     def _append(self, sequence: Sequence, drawn: Iterable[Sampled]) -> None:
+        search = self._beams.of(sequence)
+        if search is not None:
+            (search.drawn[sequence.request_id],) = drawn
+            if len(search.drawn) == len(search.members):
+                self._advance(search)
+            return
         output = sequence.append(drawn)
         self._kv.computed(sequence, sequence.num_tokens - 1)  # of accepted drafts too
         self._outputs.append(output)
@@ -385,6 +431,10 @@ class Scheduler:
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
+        search = self._beams.of(sequence)
+        if search is not None:
+            self._beams.remove(search)
+            self._part(search.members[1:])
         self._kv.release(sequence)
         self._siblings.remove(sequence)
         if self._speculator is not None:

@@ -244,7 +244,7 @@ class Sequence:
         return BeamSearch(params, frozenset(self._stop_ids), self._limit)
 
     def fork(self, request_id: str, token_id: int) -> "Sequence":
-        """The same sequence with one more token, under another id; its blocks are not its own yet."""
+        """The same sequence with one more token, under another id, and without blocks yet."""
         child = copy(self)
         child.request = replace(self.request, request_id=request_id)
         child.output_ids = [*self.output_ids, token_id]

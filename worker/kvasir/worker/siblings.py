@@ -18,7 +18,7 @@ class Siblings:
     def add(self, sequence: Sequence) -> None:
         """A sequence whose prompt is not its group's is treated as one without a group."""
         request = sequence.request
-        if not request.group or sequence.wants_prompt_logprobs:
+        if not request.group or request.beam is not None or sequence.wants_prompt_logprobs:
             return
         members = self._groups.setdefault(request.group, [])
         if members:
