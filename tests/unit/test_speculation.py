@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir.worker.speculation.acceptance import (
@@ -41,6 +41,7 @@ def by_search(tokens: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(drafts)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=6),
     st.integers(1, 12),
@@ -208,6 +209,7 @@ def test_a_step_that_prefills_makes_drafts_cheap() -> None:
     assert allot([Candidate(4, 0.3)], 1, 500, COMPUTE_BOUND, 100) == [4]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1)), min_size=1, max_size=4),
     st.floats(0.1, 10),
