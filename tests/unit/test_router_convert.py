@@ -4,8 +4,15 @@ import pytest
 
 from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
-from kvasir.router.contracts import Generation
-from kvasir.router.convert import cache_events, first_event, group_of, role_of, submit_to_proto
+from kvasir.router.contracts import BeamSearch, FinishReason, Found, Generation, Hypothesis
+from kvasir.router.convert import (
+    cache_events,
+    first_event,
+    found_event,
+    group_of,
+    role_of,
+    submit_to_proto,
+)
 from kvasir.router.cost import Role
 from kvasir.router.prefix_index import Cleared, Removed, Stored
 
@@ -79,3 +86,30 @@ def test_quantised_weights_are_other_weights() -> None:
         layout=pb.KvLayout(model_fingerprint="f", block_size=16, quantization="int8")
     )
     assert not group_of(plain).serves(group_of(int8))
+
+
+def test_a_beam_search_and_what_it_found() -> None:
+    generation = Generation("r", (1,), SamplingParams(), beam=BeamSearch(3, 0.5))
+    submit = submit_to_proto(generation, "r", [], None)
+    assert (submit.beam.width, submit.beam.length_penalty) == (3, 0.5)
+    assert not submit_to_proto(Generation("r", (1,), SamplingParams()), "r", [], None).HasField(
+        "beam"
+    )
+    output = pb.SequenceOutput(
+        prefill=pb.PrefillReport(
+            cached_tokens=16, outcome=pb.PREFILL_OUTCOME_REMOTE, prefill_worker_id="p"
+        ),
+        hypotheses=[
+            pb.Hypothesis(token_ids=[1, 2], finish_reason=pb.FINISH_REASON_STOP, score=-0.5),
+            pb.Hypothesis(token_ids=[3], finish_reason=pb.FINISH_REASON_LENGTH, score=-1.5),
+        ],
+    )
+    assert found_event(output, "d") == Found(
+        (
+            Hypothesis((1, 2), FinishReason.STOP, -0.5),
+            Hypothesis((3,), FinishReason.LENGTH, -1.5),
+        ),
+        16,
+        "d",
+        "p",
+    )

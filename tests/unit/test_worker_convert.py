@@ -14,9 +14,11 @@ from kvasir.proto.sampling import SamplingParams, TokenLogprobs
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
 from kvasir.worker.contracts import (
+    BeamParams,
     BlocksRemoved,
     BlocksStored,
     Finish,
+    Hypothesis,
     KvUsage,
     Load,
     Output,
@@ -354,7 +356,8 @@ def test_events_keep_their_order_and_kind() -> None:
 
 
 def test_every_number_of_a_load_is_reported() -> None:
-    fields = [name for name in Load.__dataclass_fields__ if name != "kv"]
+    told_otherwise = {"kv", "drafts", "draft_tokens", "accepted_tokens"}  # below; metrics alone
+    fields = [name for name in Load.__dataclass_fields__ if name not in told_otherwise]
     load = Load(
         **{name: index for index, name in enumerate(fields, 1)}, kv=KvUsage(101, 102, 103, 104, 105)
     )
@@ -367,3 +370,64 @@ def test_every_number_of_a_load_is_reported() -> None:
     assert report.kv_block_table_entries == 105
     assert report.draining
     assert report.role == pb.ROLE_DECODE
+
+
+def searching(width: int = 3, **fields: object) -> pb.Submit:
+    message = submit()
+    message.sampling.temperature = 0
+    message.beam.width = width
+    message.beam.length_penalty = 0.5
+    for name, value in fields.items():
+        setattr(message.sampling, name, value)
+    return message
+
+
+def test_a_beam_search_looks_at_enough_candidates() -> None:
+    message = searching()
+    message.sampling.stop_token_ids.extend([3, 4])
+    request = read_submit(message, LIMITS)
+    assert not isinstance(request, Refusal)
+    assert request.beam == BeamParams(3, 0.5)
+    ends = len({3, 4} | LIMITS.eos_token_ids)
+    assert request.sampling.logprobs == 3 + ends
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (searching(0), "n"),
+        (searching(21), "n"),
+        (searching(temperature=0.5), "use_beam_search"),
+        (searching(logprobs=2), "use_beam_search"),
+        (searching(repetition_penalty=1.5), "use_beam_search"),
+    ],
+)
+def test_a_beam_search_that_cannot_be_is_refused(message: pb.Submit, param: str) -> None:
+    refusal = read_submit(message, LIMITS)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.param) == (Reason.INVALID_REQUEST, param)
+
+
+def test_a_beam_search_continues_no_output_and_has_a_finite_penalty() -> None:
+    message = searching()
+    message.output_token_ids.append(5)
+    refusal = read_submit(message, LIMITS)
+    assert isinstance(refusal, Refusal)
+    message = searching()
+    message.beam.length_penalty = math.inf
+    refusal = read_submit(message, LIMITS)
+    assert isinstance(refusal, Refusal)
+    assert refusal.param == "length_penalty"
+
+
+def test_hypotheses_reach_the_router() -> None:
+    found = (Hypothesis((1, 2), Finish.STOP, -0.5), Hypothesis((3,), Finish.LENGTH, -1.5))
+    report = PrefillReport(16, PrefillOutcome.REMOTE)
+    output = Output("r", finish=Finish.STOP, prefill=report, hypotheses=found)
+    message = output_proto(output, "p")
+    assert [(list(one.token_ids), one.finish_reason, one.score) for one in message.hypotheses] == [
+        ([1, 2], pb.FINISH_REASON_STOP, -0.5),
+        ([3], pb.FINISH_REASON_LENGTH, -1.5),
+    ]
+    assert message.finish_reason == pb.FINISH_REASON_STOP
+    assert message.prefill.prefill_worker_id == "p"

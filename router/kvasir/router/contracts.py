@@ -17,12 +17,21 @@ from kvasir.proto.sampling import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Results are ranked by the sum of their logprobs over length ** ``length_penalty``."""
+
+    width: int
+    length_penalty: float
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """One child of an API request: one prompt, one sequence of output tokens.
 
     ``request_id`` is made by the router and unique; a client's own id is only a label. The
     seed is always set, so that a replay draws the same tokens. Generations of one ``group``
-    have the same prompt, and are kept together where that is possible; empty for none.
+    have the same prompt, and are kept together where that is possible; empty for none. With
+    ``beam`` it gives one ``Found`` in place of all tokens.
     """
 
     request_id: str
@@ -31,6 +40,7 @@ class Generation:
     cache_salt: bytes = b""
     priority: int = 0
     group: str = ""
+    beam: BeamSearch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,25 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One output of a beam search, with its score."""
+
+    token_ids: tuple[int, ...]
+    reason: FinishReason
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a beam search has found, the best first; as many as it has beams."""
+
+    hypotheses: tuple[Hypothesis, ...]
+    cached_tokens: int | None
+    decode_worker: str
+    prefill_worker: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of a served generation."""
 
@@ -71,7 +100,7 @@ class Refused:
     """Seconds after which it is worth trying again; for 429 and 503."""
 
 
-GenerationEvent = TokenEvent | Finished | Refused
+GenerationEvent = TokenEvent | Found | Finished | Refused
 
 
 @dataclass(frozen=True, slots=True)

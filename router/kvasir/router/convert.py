@@ -4,10 +4,14 @@ from collections.abc import Sequence
 
 from kvasir.proto.sampling import TokenLogprobs
 from kvasir.proto.v1 import engine_pb2 as pb
-from kvasir.router.contracts import Generation, TokenEvent
+from kvasir.router.contracts import FinishReason, Found, Generation, Hypothesis, TokenEvent
 from kvasir.router.cost import Group, Role
 from kvasir.router.prefix_index import CacheEvent, Cleared, Removed, Stored
 
+FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
 _ROLES: dict[int, Role] = {
     pb.ROLE_PREFILL: "prefill",
     pb.ROLE_DECODE: "decode",
@@ -52,6 +56,9 @@ def submit_to_proto(
         priority=generation.priority,
         group=generation.group,
     )
+    if generation.beam is not None:
+        beam = generation.beam
+        submit.beam.CopyFrom(pb.BeamSearch(width=beam.width, length_penalty=beam.length_penalty))
     if output_ids:
         submit.sampling.prompt_logprobs = -1
     if prefill is not None:
@@ -73,6 +80,16 @@ def first_event(output: pb.SequenceOutput, decode_worker: str) -> TokenEvent:
         prefill_worker=report.prefill_worker_id if remote else None,
         prompt_logprobs=(None, *prompt) if output.prompt_logprobs else (),
     )
+
+
+def found_event(output: pb.SequenceOutput, decode_worker: str) -> Found:
+    """What a beam search has found, with what is told about its prompt."""
+    first = first_event(output, decode_worker)
+    hypotheses = tuple(
+        Hypothesis(tuple(one.token_ids), FINISH_REASONS[one.finish_reason], one.score)
+        for one in output.hypotheses
+    )
+    return Found(hypotheses, first.cached_tokens, decode_worker, first.prefill_worker)
 
 
 def next_event(output: pb.SequenceOutput) -> TokenEvent:

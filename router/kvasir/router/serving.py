@@ -24,12 +24,17 @@ from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.router.config import RouterConfig
 from kvasir.router.contracts import (
     Finished,
-    FinishReason,
     Generation,
     GenerationEvent,
     Refused,
 )
-from kvasir.router.convert import first_event, next_event, submit_to_proto
+from kvasir.router.convert import (
+    FINISH_REASONS,
+    first_event,
+    found_event,
+    next_event,
+    submit_to_proto,
+)
 from kvasir.router.cost import Group
 from kvasir.router.fleet import Fleet
 from kvasir.router.metrics import RouterMetrics
@@ -49,11 +54,6 @@ SPECULATE_EVERY = 1.0
 """While a prompt is not computed, the speculation that it soon will be is renewed this often."""
 REPLAY_BACKOFF = 0.25
 """Between rounds of asking workers that are all full to take a replay."""
-
-_FINISH = {
-    pb.FINISH_REASON_STOP: FinishReason.STOP,
-    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
 
 
 class Serving:
@@ -170,6 +170,9 @@ class Serving:
                 running = output.finish_reason == pb.FINISH_REASON_UNSPECIFIED
                 if output.token_ids:
                     yield self._tokens(output, placement)
+                if output.hypotheses:
+                    self._learn(output, placement)
+                    yield found_event(output, placement.decode.worker_id)
                 if not running:
                     last = self._finish(output, placement)
                     if last is not None:
@@ -192,11 +195,7 @@ class Serving:
             self._renewal = None
 
     def _tokens(self, output: pb.SequenceOutput, placement: Placement) -> GenerationEvent:
-        if output.HasField("prefill"):
-            self._placer.computed(placement)
-            self._stop_renewal()
-            if output.prefill.peer_fault and placement.prefill is not None:
-                self._fleet.trip(placement.prefill)
+        self._learn(output, placement)
         first = not self._output_ids
         self._output_ids.extend(output.token_ids)
         self._losses = 0
@@ -205,9 +204,17 @@ class Serving:
         self._began = placement.group
         return first_event(output, placement.decode.worker_id)
 
+    def _learn(self, output: pb.SequenceOutput, placement: Placement) -> None:
+        """How the prompt was computed, if this output is the one that tells."""
+        if output.HasField("prefill"):
+            self._placer.computed(placement)
+            self._stop_renewal()
+            if output.prefill.peer_fault and placement.prefill is not None:
+                self._fleet.trip(placement.prefill)
+
     def _finish(self, output: pb.SequenceOutput, placement: Placement) -> Finished | Refused | None:
         """The last event; None if another attempt is due."""
-        reason = _FINISH.get(output.finish_reason)
+        reason = FINISH_REASONS.get(output.finish_reason)
         if reason is not None:
             return Finished(reason)
         if output.finish_reason == pb.FINISH_REASON_REFUSED:

@@ -403,6 +403,7 @@ class Submit(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    BEAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Made by the router, unique per child of a request."""
     cache_salt: _builtins.bytes
@@ -429,6 +430,12 @@ class Submit(_message.Message):
     def prefill(self) -> Global___PrefillPeer:
         """Absent: this worker prefills the prompt itself."""
 
+    @_builtins.property
+    def beam(self) -> Global___BeamSearch:
+        """Set: the best outputs are searched for. Sampling is then greedy, nothing is told before the
+        end, and a replay starts anew.
+        """
+
     def __init__(
         self,
         *,
@@ -441,14 +448,39 @@ class Submit(_message.Message):
         prefill: Global___PrefillPeer | None = ...,
         deadline: _builtins.float = ...,
         group: _builtins.str = ...,
+        beam: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "prefill", b"prefill", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline", b"deadline", "group", b"group", "output_token_ids", b"output_token_ids", "prefill", b"prefill", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_salt", b"cache_salt", "deadline", b"deadline", "group", b"group", "output_token_ids", b"output_token_ids", "prefill", b"prefill", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class BeamSearch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Beams, and results."""
+    length_penalty: _builtins.float
+    """Results are ranked by the sum of their logprobs over length ** length_penalty."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        length_penalty: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 
 @_typing.final
 class PrefillPeer(_message.Message):
@@ -700,6 +732,7 @@ class SequenceOutput(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    HYPOTHESES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish_reason: Global___FinishReason.ValueType
     """Set on the last message of this request only."""
@@ -723,6 +756,10 @@ class SequenceOutput(_message.Message):
         prompt token; the first one has nothing before it and is empty.
         """
 
+    @_builtins.property
+    def hypotheses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]:
+        """Results of a beam search, the best first; with finish_reason, and without token_ids."""
+
     def __init__(
         self,
         *,
@@ -733,14 +770,42 @@ class SequenceOutput(_message.Message):
         refusal: Global___Refusal | None = ...,
         prefill: Global___PrefillReport | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        hypotheses: _abc.Iterable[Global___Hypothesis] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill", b"prefill", "prompt_logprobs", b"prompt_logprobs", "refusal", b"refusal", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "hypotheses", b"hypotheses", "logprobs", b"logprobs", "prefill", b"prefill", "prompt_logprobs", b"prompt_logprobs", "refusal", b"refusal", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceOutput: _TypeAlias = SequenceOutput  # noqa: Y015
+
+@_typing.final
+class Hypothesis(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    finish_reason: Global___FinishReason.ValueType
+    """STOP or LENGTH."""
+    score: _builtins.float
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        score: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hypothesis: _TypeAlias = Hypothesis  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

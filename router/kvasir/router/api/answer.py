@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kvasir.router.api import body as bodies
 from kvasir.router.api.auth import cache_salt
+from kvasir.router.api.beam import beam_of, check_beam
 from kvasir.router.api.context import API, REQUEST_ID, TENANT, Api
 from kvasir.router.api.errors import ApiError
 from kvasir.router.api.plan import Common, Plan, PlannedPrompt
@@ -44,6 +45,8 @@ async def answer(
     served = await api.served.resolve(body.model)
     if isinstance(served, ApiError):
         return served
+    if error := check_beam(body):
+        return error
     prompts = await plan_prompts(api, body, served)
     if isinstance(prompts, ApiError):
         return prompts
@@ -53,6 +56,7 @@ async def answer(
         stops=tuple(body.stop or ()),
         cache_salt=cache_salt(request[TENANT], body.cache_salt),
         priority=body.priority or 0,
+        beam=beam_of(body),
     )
     plan = Plan.of(common, prompts, served.tokenizer)
     answer_format = form(request[REQUEST_ID], int(api.clock()), body, served.tokenizer)

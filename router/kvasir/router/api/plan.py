@@ -1,17 +1,18 @@
 """A request on its way: what is asked of the dispatcher, and what has come of it.
 
-A ``Plan`` has one generation and one ``Choice`` for each choice of the answer, prompt by
-prompt: choice ``p * n + i`` is the i-th of prompt p.
+A ``Plan`` has one ``Choice`` for each choice of the answer, prompt by prompt: choice
+``p * n + i`` is the i-th of prompt p. Each has a generation of its own; but a beam search has one
+for all choices of a prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvasir.proto.sampling import SamplingParams
 from kvasir.router.api.choice import Choice, Echo
 from kvasir.router.api.responses import Usage
 from kvasir.router.api.validate import child_seed
-from kvasir.router.contracts import Generation
+from kvasir.router.contracts import BeamSearch, Generation
 from kvasir.router.text.tokenizer import ModelTokenizer
 
 
@@ -33,6 +34,7 @@ class Common:
     stops: tuple[str, ...]
     cache_salt: bytes
     priority: int
+    beam: BeamSearch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,15 @@ class Plan:
         generations: list[Generation] = []
         choices: list[Choice] = []
         for prompt in prompts:
-            group = f"{common.request_id}-{len(choices)}" if common.n > 1 else ""
+            alone = common.n == 1 or common.beam is not None
+            group = "" if alone else f"{common.request_id}-{len(choices)}"
             for child in range(common.n):
                 index = len(choices)
                 seed = child_seed(prompt.sampling.seed, child)
                 sampling = replace(prompt.sampling, seed=seed)
+                choices.append(Choice(index, tokenizer, sampling, common.stops, prompt.echo))
+                if child and common.beam is not None:
+                    continue
                 generations.append(
                     Generation(
                         request_id=f"{common.request_id}-{index}",
@@ -61,10 +67,16 @@ class Plan:
                         cache_salt=common.cache_salt,
                         priority=common.priority,
                         group=group,
+                        beam=common.beam,
                     )
                 )
-                choices.append(Choice(index, tokenizer, sampling, common.stops, prompt.echo))
         return cls(tuple(generations), tuple(choices), common.n)
+
+    def followed(self) -> Iterator[tuple[Generation, Sequence[Choice]]]:
+        """Each generation with the choices that it gives."""
+        each = len(self.choices) // len(self.generations)
+        for index, generation in enumerate(self.generations):
+            yield generation, self.choices[index * each : (index + 1) * each]
 
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, however many choices it has.
@@ -73,8 +85,9 @@ class Plan:
         the cache; only what was there before any of them was saved, so the least counts.
         """
         prompt_tokens = cached_tokens = 0
+        each = len(self.choices) // len(self.generations)
         for first in range(0, len(self.choices), self.n):
-            prompt_tokens += len(self.generations[first].prompt_ids)
+            prompt_tokens += len(self.generations[first // each].prompt_ids)
             cached_tokens += min(c.cached_tokens or 0 for c in self.choices[first : first + self.n])
         completion_tokens = sum(choice.completion_tokens for choice in self.choices)
         return {

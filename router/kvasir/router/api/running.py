@@ -7,12 +7,19 @@ one event per choice waits for a slow reader; nothing else is buffered here.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from kvasir.router.api.choice import Choice, Delta
 from kvasir.router.api.plan import Plan
-from kvasir.router.contracts import Dispatcher, Finished, GenerationEvent, Refused
+from kvasir.router.contracts import (
+    Dispatcher,
+    Finished,
+    Found,
+    GenerationEvent,
+    Refused,
+    TokenEvent,
+)
 
 Batch = list[Delta | Refused]
 
@@ -26,8 +33,8 @@ async def running(
     ``on_first_token`` is told the seconds to the first token of each choice.
     """
     streams = [
-        _follow(dispatcher.generate(generation), choice, on_first_token)
-        for generation, choice in zip(plan.generations, plan.choices, strict=True)
+        _follow(dispatcher.generate(generation), choices, on_first_token)
+        for generation, choices in plan.followed()
     ]
     async with AsyncExitStack() as stack:
         if len(streams) == 1:
@@ -41,18 +48,28 @@ async def running(
 
 async def _follow(
     generation: AsyncGenerator[GenerationEvent, None],
-    choice: Choice,
+    choices: Sequence[Choice],
     on_first_token: Callable[[float], None],
 ) -> AsyncGenerator[Delta | Refused, None]:
-    """One generation until it ends, is refused, or a stop string ends it."""
+    """One generation until it ends, is refused, or a stop string ends it.
+
+    It gives one choice, or as many as its beam search has found.
+    """
     begin = time.monotonic()
+    choice = choices[0]
     async with aclosing(generation) as events:
         async for event in events:
             if isinstance(event, Refused):
                 yield event
                 return
+            if isinstance(event, Found):
+                on_first_token(time.monotonic() - begin)
+                for delta in _all_at_once(event, choices):
+                    yield delta
+                continue
             if isinstance(event, Finished):
-                yield choice.finish(event)
+                if choice.finish_reason is None:
+                    yield choice.finish(event)
                 return
             if not choice.completion_tokens:
                 on_first_token(time.monotonic() - begin)
@@ -60,6 +77,13 @@ async def _follow(
             if choice.finish_reason is not None:
                 return
     raise RuntimeError(f"the generation of choice {choice.index} has no end")
+
+
+def _all_at_once(found: Found, choices: Sequence[Choice]) -> Iterator[Delta]:
+    for choice, hypothesis in zip(choices, found.hypotheses, strict=True):
+        who = (found.cached_tokens, found.decode_worker, found.prefill_worker)
+        yield choice.feed(TokenEvent(hypothesis.token_ids, (), *who))
+        yield choice.finish(Finished(hypothesis.reason))
 
 
 async def _one_by_one(stream: AsyncIterator[Delta | Refused]) -> AsyncGenerator[Batch, None]:

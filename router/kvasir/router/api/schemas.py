@@ -196,6 +196,10 @@ class SamplingFields(Strict):
     ] = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    use_beam_search: bool | None = None
+    """The ``n`` best answers of a search with ``n`` beams, the best first."""
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    """Of a beam search: above 0, longer answers score better. Default 1."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with those of the same salt."""
     priority: Annotated[int, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)] | None = None

@@ -146,7 +146,7 @@ def _sampling(body: SamplingFields, max_tokens: int) -> SamplingParams | ApiErro
     return SamplingParams(
         seed=seed,
         max_tokens=max_tokens,
-        temperature=_or(body.temperature, 1.0),
+        temperature=_or(body.temperature, 0.0 if body.use_beam_search else 1.0),
         top_p=_or(body.top_p, 1.0),
         top_k=max(body.top_k or 0, 0),
         min_p=_or(body.min_p, 0.0),

@@ -47,6 +47,12 @@ def output_proto(output: Output, prefill_worker_id: str = "") -> pb.SequenceOutp
         refusal=output.refusal.to_proto() if output.refusal is not None else None,
         prefill=_report_proto(output.prefill, prefill_worker_id) if output.prefill else None,
         prompt_logprobs=[_logprobs_proto(one) for one in output.prompt_logprobs],
+        hypotheses=[
+            pb.Hypothesis(
+                token_ids=one.token_ids, finish_reason=_FINISH[one.finish], score=one.score
+            )
+            for one in output.hypotheses
+        ],
     )
 
 

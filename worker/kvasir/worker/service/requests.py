@@ -13,7 +13,8 @@ from kvasir.proto.errors import Reason, Refusal
 from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
-from kvasir.worker.contracts import Request, Work
+from kvasir.worker.beam_search import num_candidates
+from kvasir.worker.contracts import BeamParams, Request, Work
 
 MAX_LOGPROBS = 20
 """Most alternatives per token, as in the OpenAI API."""
@@ -21,6 +22,7 @@ _MAX_ID_LENGTH = 256
 _MAX_SALT_BYTES = 1024
 _MAX_BIAS = 100.0
 _MAX_PENALTY = 2.0
+_LENGTH_PENALTY = (-10.0, 10.0)
 _REPETITION_PENALTY = (pb.SamplingParams(repetition_penalty=0.01).repetition_penalty, 10.0)
 """The lower bound as the wire's single precision has it."""
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
@@ -61,6 +63,9 @@ def read_submit(message: pb.Submit, limits: Limits) -> Request | Refusal:
         output = tuple(message.output_token_ids)
         sampling = _read_sampling(message.sampling, limits)
         _check_tokens(prompt, output, limits)
+        beam = _read_beam(message.beam) if message.HasField("beam") else None
+        if beam is not None:
+            sampling = _beam_sampling(beam, sampling, output, limits)
         if not (math.isfinite(message.deadline) and message.deadline >= 0):
             raise _InvalidError("deadline", f"deadline must be a time, not {message.deadline}")
         return Request(
@@ -72,6 +77,7 @@ def read_submit(message: pb.Submit, limits: Limits) -> Request | Refusal:
             priority=message.priority,
             deadline=message.deadline or None,
             group=_read_group(message.group),
+            beam=beam,
         )
     except _InvalidError as error:
         return error.refusal
@@ -126,6 +132,36 @@ def read_prefill(
 def _check_id(request_id: str) -> None:
     if not 1 <= len(request_id) <= _MAX_ID_LENGTH:
         raise _InvalidError("request_id", f"request_id must have 1 to {_MAX_ID_LENGTH} characters")
+
+
+def _read_beam(message: pb.BeamSearch) -> BeamParams:
+    if message.width < 1:
+        raise _InvalidError("n", "a beam search needs at least one beam")
+    _check_range("length_penalty", message.length_penalty, *_LENGTH_PENALTY)
+    return BeamParams(message.width, message.length_penalty)
+
+
+def _beam_sampling(
+    beam: BeamParams, sampling: SamplingParams, output: tuple[int, ...], limits: Limits
+) -> SamplingParams:
+    """Logprobs of as many tokens as the search looks at; nothing that it would pass over."""
+    if output:
+        raise _InvalidError("prompt", "a beam search cannot continue an output")
+    plain = SamplingParams(
+        temperature=0.0,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+    )
+    if sampling != plain:
+        raise _InvalidError("use_beam_search", "a beam search takes no sampling parameters")
+    ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else limits.eos_token_ids)
+    wanted = num_candidates(beam, len(ends))
+    most = min(MAX_LOGPROBS, limits.vocab_size)
+    if wanted > most:
+        raise _InvalidError("n", f"beams and tokens that stop must be at most {most} together")
+    return replace(plain, logprobs=wanted)
 
 
 def _read_group(group: str) -> str:
