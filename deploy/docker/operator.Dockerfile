@@ -7,7 +7,7 @@ ARG BASE=docker.io/library/python:3.12.12-slim-bookworm
 FROM ${BASE} AS build
 WORKDIR /src
 RUN python3 -m venv /build && /build/bin/pip install --no-cache-dir uv==0.13.9
-COPY pyproject.toml requirements.lock README.md LICENSE ./
+COPY pyproject.toml requirements.lock README.md LICENSE hatch_build.py ./
 # Of everything that is locked, what this component needs; each file checked against its hash.
 RUN python3 -m venv --without-pip /opt/kvasir \
     && VIRTUAL_ENV=/opt/kvasir /build/bin/uv pip install --no-cache --compile-bytecode \

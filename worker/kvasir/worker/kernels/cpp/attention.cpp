@@ -16,7 +16,7 @@ T* sized(std::vector<T>& buffer, size_t count) {
   return buffer.data();
 }
 
-// Scores of `visible` keys, at least one, become the weights e^(score * scale - greatest), the rest up to kSegment 0;
+// Scores of `visible` keys, at least one, become the weights 2^(score * scale - greatest), the rest up to kSegment 0;
 // returns their sum. `greatest` rises to this segment's; `rescale` is what that makes of earlier weights.
 float exponentials(const float* scores, int visible, float scale, float& greatest_so_far, float& rescale,
                    bf16* weights) {
@@ -27,12 +27,12 @@ float exponentials(const float* scores, int visible, float scale, float& greates
   for (int i = 0; i < whole; i += kLanes) top = max(top, load(scores + i));
   for (int i = 0; i < kBlock; i += kLanes) top = max(top, load(last + i));
   const float highest = std::max(greatest_so_far, greatest(top) * scale);
-  rescale = std::exp(greatest_so_far - highest);
+  rescale = std::exp2(greatest_so_far - highest);
   greatest_so_far = highest;
   const Floats factor = broadcast(scale), shift = broadcast(-highest);
   Floats total = broadcast(0.0f);
   const auto weigh = [&](const float* from, bf16* to) {
-    const Floats weight = exponential(fma(load(from), factor, shift));
+    const Floats weight = power_of_two(fma(load(from), factor, shift));
     total = total + weight;
     narrow(to, weight);
   };
@@ -44,14 +44,17 @@ float exponentials(const float* scores, int visible, float scale, float& greates
   return sum(total);
 }
 
-// Memory comes block by block, in an order that the hardware does not guess.
-void prefetch(const bf16* from, int size) {
-  for (const auto* line = reinterpret_cast<const char*>(from); line < reinterpret_cast<const char*>(from + size);
-       line += 64)
-    _mm_prefetch(line, _MM_HINT_T1);
-}
-
 }  // namespace
+
+void Prefetcher::advance(int tokens) {
+  for (const int end = std::min(end_, next_ + tokens); next_ < end; next_++) {
+    const bf16* key = cache_.key(table_, layer_, next_) + first_;
+    for (ptrdiff_t i = 0; i < size_; i += 32) {
+      _mm_prefetch(reinterpret_cast<const char*>(key + i), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(key + cache_.value_offset() + i), _MM_HINT_T1);
+    }
+  }
+}
 
 struct Attention::Shape {
   int start, tokens, heads, group, head_dim;
@@ -60,17 +63,23 @@ struct Attention::Shape {
 };
 
 void Attention::attend(const Cache& cache, int layer, const Span& span, int first_head, int end_head, int group,
-                       ptrdiff_t row_size, const bf16* queries, bf16* out) {
+                       ptrdiff_t row_size, const bf16* queries, bf16* out, const Span* next) {
   const Shape shape{span.start, span.count, end_head - first_head, group, cache.head_dim};
   const int rows = shape.rows(), depth = shape.depth();
   const ptrdiff_t skipped = ptrdiff_t{first_head} * group * cache.head_dim;
   prepare(shape, row_size, queries + skipped);
   const int total = span.start + span.count;
+  Prefetcher prefetcher(cache, layer, first_head, end_head);
   for (int first = 0; first < total; first += kSegment) {
     const int keys = std::min(kSegment, total - first);
+    if (first + keys < total)
+      prefetcher.expect(span.table, first + keys, std::min(first + keys + kSegment, total));
+    else if (next != nullptr)
+      prefetcher.expect(next->table, 0, std::min(kSegment, next->start + next->count));
+    const int groups = round_up(keys, kBlock) / kBlock;
+    const int share = (kSegment - 1) / (groups * shape.heads) + 1;
     for (int head = 0; head < shape.heads; head++) {
-      // The first head brings the memory of all of them.
-      pack(cache, layer, span, first, keys, first_head + head, head == 0 ? shape.heads : 0);
+      pack(cache, layer, span, first, keys, first_head + head, prefetcher, share);
       multiply(queries_.data() + ptrdiff_t{head} * rows * depth, depth, rows, keys_.data(), ptrdiff_t{depth} * kBlock,
                round_up(keys, kBlock) / kBlock, depth, scores_.data(), kSegment);
       weigh(shape, first, keys, head);
@@ -115,7 +124,8 @@ void Attention::prepare(const Shape& shape, ptrdiff_t row_size, const bf16* quer
 
 // K and V of `keys` tokens from position `first`, in whole blocks of 16: what follows the last token is zero, since
 // memory there may hold anything, and 0 * NaN would be NaN.
-void Attention::pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, int fetch_heads) {
+void Attention::pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, Prefetcher& prefetcher,
+                     int share) {
   const int head_dim = cache.head_dim, depth = round_up(head_dim, kKeyStep);
   const ptrdiff_t value_offset = cache.value_offset();
   alignas(64) bf16 padded[2 * kBlock][kKeyStep];
@@ -125,12 +135,7 @@ void Attention::pack(const Cache& cache, int layer, const Span& span, int first,
     const int present = std::min(kBlock, keys - group);
     for (int i = 0; i < present; i++)
       rows[i] = cache.key(span.table, layer, first + group + i) + ptrdiff_t{head} * head_dim;
-    if (fetch_heads > 0)
-      for (int i = group + kBlock; i < std::min(keys, group + 2 * kBlock); i++) {
-        const bf16* next = cache.key(span.table, layer, first + i) + ptrdiff_t{head} * head_dim;
-        prefetch(next, fetch_heads * head_dim);
-        prefetch(next + value_offset, fetch_heads * head_dim);
-      }
+    prefetcher.advance(share);
     for (int d = 0; d < depth; d += kKeyStep) {
       const int width = std::min(kKeyStep, head_dim - d);
       const bf16 *k[kBlock], *v[kBlock];
@@ -156,7 +161,7 @@ void Attention::pack(const Cache& cache, int layer, const Span& span, int first,
 
 // Scores to weights, for each row as far as its token sees.
 void Attention::weigh(const Shape& shape, int first, int keys, int head) {
-  const float scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+  const float scale = kLog2E / std::sqrt(static_cast<float>(shape.head_dim));
   for (int row = 0; row < shape.rows(); row++) {
     const int visible = std::min(keys, shape.start + row / shape.group + 1 - first);
     bf16* weights = weights_.data() + ptrdiff_t{row} * kSegment;

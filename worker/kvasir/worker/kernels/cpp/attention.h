@@ -41,18 +41,40 @@ struct Span {
 
 constexpr int kSegment = 128;
 
+// K and V of tokens on their way to the second-level cache, a few at a time while others are worked on: they lie in
+// blocks all over memory, in an order that the hardware does not guess.
+class Prefetcher {
+ public:
+  Prefetcher(const Cache& cache, int layer, int first_head, int end_head)
+      : cache_(cache), layer_(layer), first_(first_head * cache.head_dim), size_((end_head - first_head) * cache.head_dim) {}
+  void expect(const int32_t* table, int first, int end) {
+    table_ = table;
+    next_ = first;
+    end_ = end;
+  }
+  void advance(int tokens);
+
+ private:
+  const Cache& cache_;
+  const int layer_;
+  const ptrdiff_t first_, size_;
+  const int32_t* table_ = nullptr;
+  int next_ = 0, end_ = 0;
+};
+
 // Buffers of one thread.
 class Attention {
  public:
   // For the new tokens `span` and the KV heads [first_head, end_head) of `layer`. queries and out are
   // [count][kv_heads * group][head_dim] bfloat16, rows of all heads `row_size` apart.
+  // `next`, if there is one, is what this thread attends after this, with as many heads.
   void attend(const Cache& cache, int layer, const Span& span, int first_head, int end_head, int group,
-              ptrdiff_t row_size, const bf16* queries, bf16* out);
+              ptrdiff_t row_size, const bf16* queries, bf16* out, const Span* next);
 
  private:
   struct Shape;
   void prepare(const Shape& shape, ptrdiff_t row_size, const bf16* queries);
-  void pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, int fetch_heads);
+  void pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, Prefetcher& prefetcher, int share);
   void weigh(const Shape& shape, int first, int keys, int head);
   void mix(const Shape& shape, int head);
 

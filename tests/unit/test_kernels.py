@@ -1,0 +1,180 @@
+"""The CPU kernels against their torch references, over random shapes, for every target that this
+machine runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.kernel_cases import (
+    AttentionCase,
+    LinearCase,
+    check_attention,
+    check_linear,
+    check_rms_norm,
+    check_rotate,
+)
+from kvasir.worker.kernels import build
+from kvasir.worker.kernels.library import Kernels, Unavailable, load_kernels
+from kvasir.worker.kernels.packed import interleave_blocks, pack_bf16, padded
+from kvasir.worker.kernels.targets import TARGETS, runnable, usable_targets
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", params=[target.name for target in usable_targets()])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    target = next(target for target in TARGETS if target.name == request.param)
+    found = load_kernels(target)
+    if isinstance(found, Unavailable):
+        pytest.skip(f"NO CPU KERNELS TO TEST: {found.reason}")
+    return found
+
+
+def cases(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    # The library is the same for all examples.
+    unchanged = [HealthCheck.function_scoped_fixture]
+    return settings(max_examples=examples, deadline=None, suppress_health_check=unchanged)
+
+
+@cases(60)
+@given(
+    rows=st.integers(1, 140),
+    inputs=st.integers(1, 130),
+    outputs=st.integers(1, 170),
+    bias=st.booleans(),
+    threads=st.integers(1, 4),
+    seed=SEEDS,
+)
+def test_linear(kernels: Kernels, **fields: Any) -> None:
+    check_linear(kernels, LinearCase(**fields))
+
+
+@cases(60)
+@given(
+    start=st.integers(0, 300),
+    count=st.sampled_from([1, 1, 2, 5, 33]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    head_dim=st.sampled_from([2, 8, 24, 32, 64, 80, 128]),
+    block_size=st.sampled_from([1, 3, 16, 32]),
+    layers=st.integers(1, 3),
+    seed=SEEDS,
+)
+def test_attention(kernels: Kernels, **fields: Any) -> None:
+    check_attention(kernels, AttentionCase(**fields))
+
+
+@cases(40)
+@given(rows=st.integers(1, 5), size=st.integers(1, 200), seed=SEEDS)
+def test_rms_norm(kernels: Kernels, rows: int, size: int, seed: int) -> None:
+    check_rms_norm(kernels, rows, size, seed)
+
+
+@cases(40)
+@given(rows=st.integers(1, 5), half=st.integers(1, 70), norm=st.booleans(), seed=SEEDS)
+def test_rotate(kernels: Kernels, rows: int, half: int, norm: bool, seed: int) -> None:
+    check_rotate(kernels, rows, 2 * half, norm, seed)
+
+
+def test_packing_puts_pairs_of_inputs_of_16_outputs_side_by_side() -> None:
+    weight = torch.arange(20 * 3, dtype=torch.float32).view(20, 3).bfloat16()
+    packed = pack_bf16(weight).weights.view(torch.bfloat16).view(2, 8, 16, 2)
+    filled = np.zeros((32, 16))
+    filled[:20, :3] = weight.float().numpy()
+    for block, pair, output, which in np.ndindex(2, 8, 16, 2):
+        value = packed[block, pair, output, which].item()
+        assert value == filled[16 * block + output, 2 * pair + which]
+
+
+def test_gate_and_up_alternate_by_blocks() -> None:
+    gate, up = torch.ones(20, 2), torch.full((20, 2), 2.0)
+    mixed = interleave_blocks(gate, up)
+    assert mixed.shape == (64, 2)
+    assert (
+        mixed[:, 0].tolist()
+        == [1.0] * 16 + [2.0] * 16 + [1.0] * 4 + [0.0] * 12 + [2.0] * 4 + [0.0] * 12
+    )
+    assert padded(20) == 32
+
+
+def test_the_best_target_is_chosen_by_what_the_cpu_has() -> None:
+    everything = {name: True for target in TARGETS for name in target.needs}
+    assert [t.name for t in runnable(everything)] == ["avx512bf16", "avx512", "avx2"]
+    assert [t.name for t in runnable(everything | {"avx512_bf16": False})] == ["avx512", "avx2"]
+    assert [t.name for t in runnable(everything | {"avx512_f": False})] == ["avx2"]
+    assert runnable({"num_logical_cores": 2}) == ()
+
+
+# --- where libraries come from ---------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(build, "PACKAGED", tmp_path / "packaged")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvasir" / "kernels"
+
+
+def test_without_a_compiler_there_are_none_and_a_reason(
+    nothing_packaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(nothing_packaged))
+    monkeypatch.delenv("CXX", raising=False)
+    found = load_kernels(TARGETS[-1])
+    assert isinstance(found, Unavailable)
+    assert "no C++ compiler" in found.reason
+
+
+def test_a_failing_compiler_leaves_nothing_behind(
+    nothing_packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "a.cpp:1: error: bad" >&2; exit 1\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    found = load_kernels(TARGETS[-1])
+    assert isinstance(found, Unavailable)
+    assert "broken-c++ failed: a.cpp:1: error: bad" in found.reason
+    assert not list(nothing_packaged.iterdir())
+
+
+def test_first_use_builds_into_the_cache_once(
+    nothing_packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        real = build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(f"NO CPU KERNELS TO TEST: {error}")
+    targets = usable_targets()
+    if not targets:
+        pytest.skip("NO CPU KERNELS TO TEST: this CPU runs none of the targets")
+    count = tmp_path / "count"
+    compiler = tmp_path / "counting-c++"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] || echo >> "{count}"\nexec "{real}" "$@" -O1\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    for _ in range(2):
+        found = load_kernels(targets[-1])
+        assert isinstance(found, Kernels)
+    assert count.read_text() == "\n"
+    assert len(list(nothing_packaged.iterdir())) == 1
+
+
+def test_an_unwritable_cache_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "PACKAGED", tmp_path / "packaged")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("CXX", "true")
+    found = load_kernels(TARGETS[-1])
+    assert isinstance(found, Unavailable)
+    assert "cannot be written" in found.reason
