@@ -26,6 +26,7 @@ from kvasir.worker.contracts import (
     Work,
 )
 from kvasir.worker.scheduler import SchedulerConfig
+from kvasir.worker.speculation.config import Method, SpeculationConfig
 
 
 def beams(
@@ -155,6 +156,8 @@ SEARCHES: st.SearchStrategy[Callable[[str], Request]] = st.builds(
     spare=st.integers(0, 4),
     budget=st.sampled_from([3, 5, 20]),
     caching=st.booleans(),
+    speculation=st.none()
+    | st.builds(SpeculationConfig, method=st.sampled_from(Method), num_tokens=st.integers(1, 6)),
 )
 def test_searches_in_a_pool_that_is_too_small_find_the_same(
     searches: list[Callable[[str], Request]],
@@ -162,12 +165,19 @@ def test_searches_in_a_pool_that_is_too_small_find_the_same(
     spare: int,
     budget: int,
     caching: bool,
+    speculation: SpeculationConfig | None,
 ) -> None:
+    """Others may decode speculatively in the same steps."""
     requests = [search(f"s{i}") for i, search in enumerate(searches)]
     plain = [make_request(f"p{i}", prompt, 9) for i, prompt in enumerate(others)]
     config = SchedulerConfig(1, BLOCK_SIZE, max_model_len=1000)
     needed = [config.peak_blocks(r) * (r.beam.width if r.beam else 1) for r in (*requests, *plain)]
-    bench = Bench(max(needed) + spare, max_batched_tokens=budget, prefix_caching=caching)
+    bench = Bench(
+        max(needed) + spare,
+        max_batched_tokens=budget,
+        prefix_caching=caching,
+        speculation=speculation,
+    )
     for request in (*requests, *plain):
         bench.scheduler.add(request)
     bench.run(5000)
