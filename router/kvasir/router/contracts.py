@@ -8,6 +8,7 @@ The dispatcher chooses workers, submits, replays after a loss; it knows no HTTP 
 """
 
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -111,6 +112,11 @@ class Dispatcher(Protocol):
         Survives the loss of the worker: prompt and tokens so far are submitted to another
         one, and the caller sees one unbroken sequence of tokens.
         """
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """For a request that waits until there is a model: within it, the request counts as
+        waiting for a worker, as generations do by themselves."""
         ...
 
     def model(self) -> ModelCard | None:

@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
@@ -88,6 +88,10 @@ class FleetDispatcher:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
             self._metrics.generations.labels(outcome or "internal").inc()
+
+    def held(self) -> AbstractContextManager[None]:
+        """See contracts.Dispatcher."""
+        return self._metrics.held(("decode",))
 
     def model(self) -> ModelCard | None:
         """The served model; None while no worker has ever been seen."""

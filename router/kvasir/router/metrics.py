@@ -4,9 +4,13 @@ Label values are bounded: outcomes, states and decisions are closed sets, and th
 a worker that has left are deleted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+HeldRole = Literal["prefill", "decode"]
 
 STATES = ("connecting", "ready", "draining", "lost")
 
@@ -27,6 +31,15 @@ class RouterMetrics:
             "Generations that wait for a worker or are being served.",
             registry=registry,
         )
+        self._held = Gauge(
+            "kvasir_router_held_requests",
+            "Generations, and requests before that, that wait for a worker to come, by the roles "
+            "that they need workers of; one with a long prompt counts for both.",
+            ["role"],
+            registry=registry,
+        )
+        for role in ("prefill", "decode"):
+            self._held.labels(role)
         self.replays = Counter(
             "kvasir_router_replays_total",
             "Submits of a generation again after its worker was lost.",
@@ -83,6 +96,17 @@ class RouterMetrics:
             ["worker"],
             registry=registry,
         )
+
+    @contextmanager
+    def held(self, roles: Sequence[HeldRole]) -> Iterator[None]:
+        """Counts a request as held while the block runs."""
+        for role in roles:
+            self._held.labels(role).inc()
+        try:
+            yield
+        finally:
+            for role in roles:
+                self._held.labels(role).dec()
 
     def count_workers(self, by_state: Mapping[str, int]) -> None:
         for state in STATES:

@@ -18,6 +18,7 @@ from kvasir.router.cost import (
 )
 from kvasir.router.fleet import Fleet
 from kvasir.router.member import Member
+from kvasir.router.metrics import HeldRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,15 @@ class Placer:
         self._charge(placement, prompt)
         self.speculate(placement)
         return placement
+
+    def roles_of(self, generation: Generation) -> tuple[HeldRole, ...]:
+        """The roles whose workers would serve it if none had any of its prompt cached."""
+        settings, num_tokens = self._settings, len(generation.prompt_ids)
+        long = settings.mode == "auto" and num_tokens >= settings.min_uncached_tokens
+        alone = generation.sampling.prompt_logprobs is not None
+        if not alone and (long or settings.mode == "always"):
+            return ("prefill", "decode")
+        return ("decode",)
 
     def computed(self, placement: Placement) -> None:
         """The prompt is computed: its first token is here."""

@@ -102,10 +102,14 @@ class Serving:
 
     async def _place(self) -> Placement | Refused:
         """Wait for a worker, until the time limit."""
+        placement = self._try_place()
+        if placement is not None:
+            return placement
+        with self._metrics.held(self._placer.roles_of(self._generation)):
+            return await self._place_when_possible()
+
+    async def _place_when_possible(self) -> Placement | Refused:
         while True:
-            placement = self._try_place()
-            if placement is not None:
-                return placement
             remaining = pause = self._until - self._clock()
             if self._refused_by and self._fleet.decode_groups(self._began):
                 if not self._output_ids and self._last_refusal is not None:
@@ -115,6 +119,9 @@ class Serving:
             if remaining <= 0:
                 return self._no_capacity()
             await self._fleet.changed(pause)
+            placement = self._try_place()
+            if placement is not None:
+                return placement
 
     def _wait_from_now(self, patience: float) -> None:
         self._patience = patience
