@@ -1,10 +1,7 @@
 """The operator as a process against a real control plane; the node and the workers are played."""
 
-import re
 import signal
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,8 @@ from cluster.clients import CommandError, Helm, Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
 from cluster.pod_status import IMAGE_PULL_FAILED, NOT_READY, READY, Rule, always, crashed
-from cluster.processes import Daemon, free_port, wait_until
+from cluster.processes import wait_until
+from helpers.operator_daemon import Operator
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "charts" / "kvasir" / "crds"
@@ -29,54 +27,6 @@ def installed(kubectl: Kubectl) -> None:
     kubectl("apply", f"--filename={CRDS}")
     for name in ("modelservices", "workerpools"):
         kubectl("wait", "--for=condition=Established", f"crd/{name}.kvasir.dev", "--timeout=60s")
-
-
-class Operator:
-    """One operator process for one namespace."""
-
-    def __init__(self, kubeconfig: Path, namespace: str, log: Path, *arguments: str) -> None:
-        self._port = free_port()
-        self.busy = log.with_suffix(".busy")
-        """While it exists, workers say that they have more requests than they can take."""
-        command = [
-            *("env", f"KUBECONFIG={kubeconfig}", f"PYTHONPATH={ROOT / 'tests'}"),
-            f"KVASIR_TEST_BUSY={self.busy}",
-            *(sys.executable, "-m", "helpers.operator_process"),
-            *("--worker-image=nowhere.invalid/worker:1", "--router-image=nowhere.invalid/router:1"),
-            *(f"--namespace={namespace}", f"--lease-namespace={namespace}"),
-            *("--host=127.0.0.1", f"--port={self._port}", "--lease-seconds=3", *arguments),
-        ]
-        self.process = Daemon("operator", command, log)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of the series that have the labels."""
-        url = f"http://127.0.0.1:{self._port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            text = answer.read().decode()
-        found = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
-        wanted = {f'{key}="{value}"' for key, value in labels.items()}
-        return sum(float(value) for own, value in found if wanted <= set(own.split(",")))
-
-    @property
-    def writes(self) -> float:
-        """Requests that change something, but for the lease."""
-        verbs = ("create", "update", "apply", "patch", "delete")
-        name = "kvasir_operator_api_requests_total"
-        every = sum(self.metric(name, verb=verb) for verb in verbs)
-        return every - sum(self.metric(name, verb=verb, kind="Lease") for verb in verbs)
-
-    @property
-    def steps(self) -> float:
-        return self.metric("kvasir_operator_reconciliations_total")
-
-    def wait_started(self, leader: float) -> None:
-        def started() -> bool:
-            try:
-                return self.metric("kvasir_operator_leader") == leader
-            except OSError:
-                return False
-
-        self.process.wait_until(started, "leading" if leader else "following", SECONDS)
 
 
 class Stage:

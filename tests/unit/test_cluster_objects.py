@@ -173,6 +173,10 @@ def test_pods_are_restricted(component: str) -> None:
     )
     assert spec["securityContext"] == {
         "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "runAsGroup": 65532,
+        "fsGroup": 65532,
+        "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     (main,) = spec["containers"]

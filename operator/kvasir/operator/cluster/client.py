@@ -7,6 +7,8 @@ https://kubernetes.io/docs/reference/using-api/server-side-apply/
 """
 
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import TracebackType
@@ -89,6 +91,12 @@ class Cluster:
         # What was applied, and what came back for it; see difference.py. Lost in a restart, this
         # costs one write that changes nothing.
         self._settled: dict[tuple[str, Reference], tuple[Object, object]] = {}
+        self._answered = -math.inf
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the API server's latest answer, a refusal too; infinite before any."""
+        return time.monotonic() - self._answered
 
     async def __aenter__(self) -> Self:
         return self
@@ -220,6 +228,7 @@ class Cluster:
             data = await answer.read()
         except (OSError, TimeoutError, ApiException) as error:
             raise ApiError(0, f"{verb} {kind} {name}: {error!r}") from error
+        self._answered = time.monotonic()
         if not HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
             raise ApiError(answer.status, _message(data))
         return json.loads(data)
