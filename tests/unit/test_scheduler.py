@@ -624,6 +624,7 @@ def test_load_counts_what_is_queued() -> None:
         kv_blocks_total=16,
         kv_blocks_used=3,
         prefix_query_tokens=10,
+        prefill_tokens=4,
     )
 
 

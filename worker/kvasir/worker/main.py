@@ -171,6 +171,7 @@ class _Process:
 
         server = WorkerServer(self._config, model, self._epoch, on_fatal=on_fatal)
         server.identity.on_draining = self._on_draining
+        self._health.step_seconds = lambda: server.engine.turn_seconds
         return server
 
     async def _serve(self, server: "WorkerServer", http: HealthServer) -> None:

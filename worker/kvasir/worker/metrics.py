@@ -45,7 +45,8 @@ class WorkerMetrics:
         self.registry.register(_EngineCollector(model_name, cache, load))
         self._ttft = Histogram(
             "vllm:time_to_first_token_seconds",
-            "Time from the arrival of a request at this worker to its first token.",
+            "Time from the arrival of a request, or of another worker's call for its prefill, at "
+            "this worker to its first token.",
             ["model_name"],
             buckets=_TTFT_BUCKETS,
             registry=self.registry,
@@ -102,6 +103,10 @@ class WorkerMetrics:
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
         self._generated.inc()
+
+    def prefilled(self, seconds: float) -> None:
+        """The first token of a request that another worker decodes, and tells of."""
+        self._ttft.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
         self._itl.observe(seconds)
@@ -170,6 +175,16 @@ class _EngineCollector(Collector):
                 load.prefix_hit_tokens,
             ),
             ("vllm:num_preemptions", "Requests put back to be recomputed.", load.preemptions),
+            (
+                "kvasir_worker_prefill_tokens",
+                "Tokens that this worker computed for prompts; cached and received ones are not.",
+                load.prefill_tokens,
+            ),
+            (
+                "kvasir_worker_busy_seconds",
+                "Time in which the engine's thread had work.",
+                load.busy_seconds,
+            ),
         )
         for name, text, count in counters:
             counter = CounterMetricFamily(name, text, labels=["model_name"])

@@ -59,6 +59,7 @@ class Scheduler:
         self._query_tokens = 0
         self._hit_tokens = 0
         self._preemptions = 0
+        self._prefill_tokens = 0
         self._outputs: list[Output] = []
         self._signals: list[Signal] = []
 
@@ -167,6 +168,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence, sampled = self._sequences[chunk.request_id], result[chunk.request_id]
             sequence.collect(sampled.prompt_logprobs)
+            self._prefill_tokens += sequence.given_tokens(chunk)
             self._kv.computed(sequence, chunk.start + len(chunk.token_ids))
             if sequence.request.work is Work.PREFILL:
                 self._signals.append(Progress(sequence.request_id, sequence.num_computed))
@@ -222,6 +224,7 @@ class Scheduler:
             prefix_query_tokens=self._query_tokens,
             prefix_hit_tokens=self._hit_tokens,
             preemptions=self._preemptions,
+            prefill_tokens=self._prefill_tokens,
         )
 
     def check(self) -> None:
