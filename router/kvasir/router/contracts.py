@@ -92,7 +92,9 @@ class WorkerStatus:
     address: str
     role: str
     state: str
-    """connecting, ready, draining or lost."""
+    """connecting, ready, incompatible, draining or lost."""
+    reason: str = ""
+    """Why it is incompatible: what follows the worker's name in a sentence."""
     running: int = 0
     waiting: int = 0
     kv_blocks_total: int = 0

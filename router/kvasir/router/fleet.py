@@ -7,7 +7,8 @@ Invariants
 - A worker that left its source, is withheld by it, drains, fell silent or lost its session
   is out of the pools before the next choice. What it still computes for us goes on.
 - A worker's index entries are those of its current epoch.
-- Workers with another model than the served one (fleet_model) are connected but never chosen.
+- Workers with another model than the served one (fleet_model) are connected but not chosen, and
+  say so (``Member.objection``).
 
 Must not: submit requests (dispatcher) or weigh costs (cost, placement).
 """
@@ -95,6 +96,7 @@ class Fleet:
             self.set_workers(listed)
         now = self._clock()
         elapsed, self._last_tick = now - self._last_tick, now
+        self.model.settle()
         for member in self._members.values():
             silence = now - member.link.last_heard
             member.silent = silence > SUSPECT_SECONDS
@@ -122,6 +124,8 @@ class Fleet:
         for worker in wanted.values():
             member = self._members.get(worker.worker_id) or self._join(worker)
             member.withheld = not worker.accepts
+        self.model.settle()
+        for member in self._members.values():
             self.refresh(member)
 
     def _join(self, worker: WorkerAddress) -> Member:
@@ -161,7 +165,11 @@ class Fleet:
         """After any change of a member: its place and cost in the pools."""
         if member.group is None or self._members.get(member.worker_id) is not member:
             return
-        if not self.model.is_served(member.group):
+        objection = self.model.objection(member.group)
+        if objection and not member.objection:
+            log.warning("worker not used worker=%s: it %s", member.worker_id, objection)
+        member.objection = objection
+        if objection:
             self.pools.remove(member.worker_id)
             return
         standing = member.standing(self._clock())
@@ -223,7 +231,7 @@ class Fleet:
         member.silent = False
         member.breaker_until = 0.0
         member.load.report(0, 0)
-        self.model.settle(member, member.group)
+        self.model.settle()
         self.refresh(member)
 
     def closed(self, link: WorkerLink) -> None:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 HeldRole = Literal["prefill", "decode"]
 
-STATES = ("connecting", "ready", "draining", "lost")
+STATES = ("connecting", "ready", "incompatible", "draining", "lost")
 
 
 class RouterMetrics:
