@@ -1,6 +1,6 @@
 """The router core's Prometheus metrics, in a registry that the caller passes in.
 
-Label values are bounded: outcomes, states and decisions are closed sets, and the series of
+Label values are bounded: states and decisions are closed sets, and the series of
 a worker that has left are deleted.
 """
 
@@ -19,13 +19,6 @@ class RouterMetrics:
     """What the dispatcher and the fleet count."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.generations = Counter(
-            "kvasir_router_generations_total",
-            "Generations by outcome: finish reason, refusal reason (internal: also a defect of "
-            "the router), or client_gone.",
-            ["outcome"],
-            registry=registry,
-        )
         self.in_flight = Gauge(
             "kvasir_router_generations_in_flight",
             "Generations that wait for a worker or are being served.",
