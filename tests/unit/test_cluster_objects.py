@@ -231,6 +231,25 @@ def test_workers_are_reached_by_their_own_and_the_operator_only() -> None:
     assert len(peers(Installation("w", "r"))) == 2
 
 
+def test_metrics_of_workers_are_read_from_named_namespaces_and_nothing_else_is() -> None:
+    def rules(*namespaces: str) -> Any:
+        installation = Installation("w", "r", metrics_namespaces=namespaces)
+        shared = objects.shared(a_service(), installation)
+        (policy,) = [each for each in shared if each["kind"] == "NetworkPolicy"]
+        return policy["spec"]["ingress"]
+
+    assert len(rules()) == 1
+    own, readers = rules("monitoring", "other")
+    assert own == rules()[0]
+    (peer,) = readers["from"]
+    (among,) = peer["namespaceSelector"]["matchExpressions"]
+    assert (among["key"], among["values"]) == (
+        "kubernetes.io/metadata.name",
+        ["monitoring", "other"],
+    )
+    assert readers["ports"] == [{"port": 9400, "protocol": "TCP"}]
+
+
 # --- routers -----------------------------------------------------------------------------------
 
 

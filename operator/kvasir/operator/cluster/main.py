@@ -146,13 +146,13 @@ async def _work(options: Options, workers: Workers) -> None:
         async def keep() -> None:
             leading.set(1)
             health.watches = Watches(handlers.watched(options.namespaces))
-            await _keep(Queue(reconciler), options.namespaces, health.watches)
+            await _keep(Queue(reconciler), options, health.watches)
 
         async with _served(options, metrics, health):
             await lead(cluster, options.lease, keep)
 
 
-async def _keep(queue: Queue, namespaces: Sequence[str], watches: Watches) -> None:
+async def _keep(queue: Queue, options: Options, watches: Watches) -> None:
     logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of each event that it handles
     reconciling = asyncio.create_task(queue.run())
     try:
@@ -160,8 +160,10 @@ async def _keep(queue: Queue, namespaces: Sequence[str], watches: Watches) -> No
             registry=handlers.registry(queue, watches),
             settings=handlers.settings(),
             standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
+            clusterwide=not options.namespaces,
+            namespaces=options.namespaces,
+            # Left to itself, kopf asks for the user's name; a pod's user may have none.
+            identity=options.lease.identity,  # type: ignore[arg-type]  # its type has no public name
         )
     finally:
         reconciling.cancel()
