@@ -1,12 +1,15 @@
 """The operator as a process of its own, over played workers; see operator_process."""
 
+import json
 import re
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.processes import Daemon, free_port
+from helpers.operator_process import Series
 
 _TESTS = Path(__file__).resolve().parents[1]
 _SECONDS = 60
@@ -15,19 +18,48 @@ _SECONDS = 60
 class Operator:
     """One operator process for one namespace."""
 
-    def __init__(self, kubeconfig: Path, namespace: str, log: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        kubeconfig: Path,
+        namespace: str,
+        log: Path,
+        *arguments: str,
+        cluster_wide: bool = False,
+        drain_seconds: float = 0,
+        resync_seconds: float = 300,
+    ) -> None:
+        """``namespace``: where its lease is, and whose services it keeps, unless ``cluster_wide``.
+
+        ``drain_seconds``: how long a worker that drains has a request. ``resync_seconds``: between
+        two looks at a service that nothing happens to.
+        """
         self._port = free_port()
-        self.busy = log.with_suffix(".busy")
-        """While it exists, workers say that they have more requests than they can take."""
+        self._metrics = log.with_suffix(".metrics.json")
+        self._told = log.with_name(f"{namespace}.told")
         command = [
             *("env", f"KUBECONFIG={kubeconfig}", f"PYTHONPATH={_TESTS}"),
-            f"KVASIR_TEST_BUSY={self.busy}",
+            f"KVASIR_TEST_METRICS={self._metrics}",
+            f"KVASIR_TEST_TOLD={self._told}",
+            f"KVASIR_TEST_DRAIN_SECONDS={drain_seconds}",
+            f"KVASIR_TEST_RESYNC_SECONDS={resync_seconds}",
             *(sys.executable, "-m", "helpers.operator_process"),
             *("--worker-image=nowhere.invalid/worker:1", "--router-image=nowhere.invalid/router:1"),
-            *(f"--namespace={namespace}", f"--lease-namespace={namespace}"),
+            *(() if cluster_wide else (f"--namespace={namespace}",)),
+            f"--lease-namespace={namespace}",
             *("--host=127.0.0.1", f"--port={self._port}", "--lease-seconds=3", *arguments),
         ]
         self.process = Daemon("operator", command, log)
+
+    def play(self, metrics: Mapping[str, Series | None]) -> None:
+        """From now on, workers and routers say this; see operator_process. Others are idle."""
+        new = self._metrics.with_suffix(".new")
+        new.write_text(json.dumps(metrics), encoding="utf-8")
+        new.replace(self._metrics)
+
+    def told(self, what: str) -> dict[str, int]:
+        """How often each worker was told to ``drain`` or ``undrain``."""
+        texts = {path.name: path.read_text(encoding="utf-8") for path in self._told.iterdir()}
+        return {name: text.count(f"{what} ") for name, text in texts.items()}
 
     def ask(self, path: str) -> tuple[int, str]:
         """HTTP status and text of the answer; raises OSError if there is none."""
