@@ -273,7 +273,7 @@ def test_a_router_is_ready_without_workers_and_leaves_slowly() -> None:
     assert main["readinessProbe"]["httpGet"]["path"] == "/health"
     assert main["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
     assert template["spec"]["terminationGracePeriodSeconds"] == 300 + 15 + 5
-    assert "--set=host=0.0.0.0" in main["args"]
+    assert "--set=host=*" in main["args"]
 
 
 def test_a_changed_router_configuration_restarts_routers_and_replicas_do_not() -> None:

@@ -20,10 +20,12 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from kvasir.proto.process import (
+    EVERY_ADDRESS,
     SET_HELP,
     StateFile,
     configure_logging,
     join_host_port,
+    listen_everywhere,
     override_settings,
 )
 from kvasir.router.api.app import build_app
@@ -109,7 +111,10 @@ async def _serve(config: RouterConfig, state: StateFile) -> None:
 async def _listen(runner: web.AppRunner, config: RouterConfig) -> str:
     """Open the port; gives host:port."""
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        if config.host == EVERY_ADDRESS:
+            await web.SockSite(runner, listen_everywhere(config.port)).start()
+        else:
+            await web.TCPSite(runner, config.host, config.port).start()
     except OSError as error:
         where = f"cannot listen on host {config.host}, port {config.port}"
         if error.errno == errno.EADDRINUSE:

@@ -33,7 +33,7 @@ from kvasir.operator.cluster.queue import Queue
 from kvasir.operator.cluster.reconcile import Reconciler
 from kvasir.operator.cluster.watches import ACCOUNT, Watches
 from kvasir.operator.cluster.workers import PodWorkers, Workers
-from kvasir.proto.process import configure_logging
+from kvasir.proto.process import EVERY_ADDRESS, configure_logging, listen_everywhere
 
 _EXIT_LEASE_LOST = 1
 _EXIT_UNUSABLE = 2
@@ -53,7 +53,7 @@ class Options:
     lease: Lease
     namespaces: tuple[str, ...] = ()
     """Whose ModelServices it keeps; none: those of all namespaces."""
-    host: str = "0.0.0.0"
+    host: str = EVERY_ADDRESS
     port: int = 8080
     """Of /healthz, /readyz and /metrics."""
 
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str]) -> Options:
         metavar="NAMESPACE",
         help="let the pods of a namespace read the metrics of workers; may be repeated",
     )
-    add("--host", default="0.0.0.0", help="address of health and metrics")
+    add("--host", default=EVERY_ADDRESS, help="address of health and metrics; *: all there are")
     add("--port", type=int, default=8080, help="port of health and metrics (%(default)s)")
     add("--lease-namespace", help="where the leader's Lease is; default: the operator's own")
     add("--lease-name", default="kvasir-operator", help="its name (%(default)s)")
@@ -213,7 +213,10 @@ async def _served(
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, options.host, options.port).start()
+        if options.host == EVERY_ADDRESS:
+            await web.SockSite(runner, listen_everywhere(options.port)).start()
+        else:
+            await web.TCPSite(runner, options.host, options.port).start()
     except OSError as error:
         await runner.cleanup()
         raise StartError(f"--port {options.port}: {error.strerror}; choose another") from error
