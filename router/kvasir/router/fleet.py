@@ -53,6 +53,8 @@ class Fleet:
     ) -> None:
         self.index = PrefixIndex(config.prefix_index_bytes, clock)
         self.pools = Pools()
+        self.quarantined: set[str] = set()
+        """Workers that have a request which may be what ends them: no second one is sent there."""
         self._config = config
         self._metrics = metrics
         self._clock = clock
@@ -145,6 +147,7 @@ class Fleet:
 
     def _part(self, member: Member) -> None:
         log.info("worker left worker=%s address=%s", member.worker_id, member.address)
+        member.withheld = True  # for those who still wait for what it has of them
         del self._members[member.worker_id]
         self.pools.remove(member.worker_id)
         self.index.remove_worker(member.worker_id)
@@ -174,11 +177,19 @@ class Fleet:
             return
         standing = member.standing(self._clock())
         if self.pools.update(member.worker_id, member.group, standing, member.load):
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._announce()
+
+    def end_quarantine(self, worker_id: str) -> None:
+        """The worker's suspect has gone on, or is gone. Unknown ones are fine."""
+        self.quarantined.discard(worker_id)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def changed(self, patience: float) -> None:
-        """Wait until a worker becomes eligible, at most ``patience`` seconds."""
+        """Wait until a worker becomes eligible or its quarantine ends, at most ``patience`` s."""
         try:
             async with asyncio.timeout(patience):
                 await self._changed.wait()

@@ -68,6 +68,7 @@ class Placer:
         *,
         began: Group | None,
         exclude: Container[str],
+        alone: bool,
     ) -> Placement | None:
         """Choose and charge. None: no eligible worker outside ``exclude``.
 
@@ -76,7 +77,8 @@ class Placer:
             wire_id: names this attempt.
             output_ids: tokens already given, computed like prompt tokens.
             began: group of the worker that gave them; None for a new request.
-            exclude: workers that have refused this generation.
+            exclude: workers that are not to decode it.
+            alone: without a prefill worker.
         """
         prompts: dict[int, _Prompt] = {}
         best: tuple[float, Group, str] | None = None
@@ -93,7 +95,9 @@ class Placer:
         _, group, worker = best
         prompt = prompts[group.block_size]
         decode = self._fleet.member(worker)
-        prefill, decision = self._prefill_worker(generation, group, decode, prompt)
+        prefill, decision = None, Decision.LOCAL_OFF
+        if not alone:
+            prefill, decision = self._prefill_worker(generation, group, decode, prompt)
         placement = Placement(wire_id, group, decode, prefill, decision, prompt.chain)
         self._charge(placement, prompt)
         self.speculate(placement)
