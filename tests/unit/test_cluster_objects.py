@@ -267,6 +267,18 @@ def test_a_routers_configuration_is_one_that_it_accepts() -> None:
     assert (config.disaggregation.mode, config.disaggregation.min_uncached_tokens) == ("always", 9)
 
 
+@pytest.mark.parametrize(("fewest", "seconds"), [(0, 300.0), (1, 30.0)])
+def test_routers_hold_requests_for_longer_where_workers_start_for_them(
+    fewest: int, seconds: float
+) -> None:
+    service = a_service(decode={"scaling": {"minReplicas": fewest, "maxReplicas": 2}})
+    (config_map,) = [
+        each for each in objects.shared(service, INSTALLATION) if each["kind"] == "ConfigMap"
+    ]
+    config = RouterConfig.model_validate_json(config_map["data"]["router.json"])
+    assert config.no_worker_timeout == seconds
+
+
 def test_a_router_is_ready_without_workers_and_leaves_slowly() -> None:
     template = objects.router_deployment(a_service(), INSTALLATION, 3)["spec"]["template"]
     (main,) = template["spec"]["containers"]
