@@ -46,7 +46,7 @@ class Operator:
             *("--worker-image=nowhere.invalid/worker:1", "--router-image=nowhere.invalid/router:1"),
             *(() if cluster_wide else (f"--namespace={namespace}",)),
             f"--lease-namespace={namespace}",
-            *("--host=127.0.0.1", f"--port={self._port}", "--lease-seconds=3", *arguments),
+            *("--host=127.0.0.1", f"--port={self._port}", "--lease-seconds=20", *arguments),
         ]
         self.process = Daemon("operator", command, log)
 

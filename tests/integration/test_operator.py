@@ -17,6 +17,8 @@ from helpers.custom_resources import install
 from helpers.operator_daemon import Operator
 from helpers.operator_stage import SECONDS, Stage, operator_stage, restricted, sample
 
+QUICK = "--lease-seconds=3"
+
 
 @pytest.fixture(scope="module")
 def installed(kubectl: Kubectl) -> None:
@@ -37,6 +39,24 @@ def stage(
     control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
 ) -> Iterator[Stage]:
     with operator_stage(control_plane, namespace, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def quick_stage(
+    control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
+) -> Iterator[Stage]:
+    """With an operator whose lease ends soon after it does."""
+    with operator_stage(control_plane, namespace, tmp_path, QUICK) as made:
+        yield made
+
+
+@pytest.fixture
+def patient_stage(
+    control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
+) -> Iterator[Stage]:
+    """With an operator that keeps its lease however slow a busy machine makes it."""
+    with operator_stage(control_plane, namespace, tmp_path, "--lease-seconds=120") as made:
         yield made
 
 
@@ -98,7 +118,8 @@ def test_a_step_without_a_change_writes_nothing(
         operator.process.kill()
 
 
-def test_a_restarted_operator_changes_nothing(stage: Stage) -> None:
+def test_a_restarted_operator_changes_nothing(quick_stage: Stage) -> None:
+    stage = quick_stage
     stage.apply(sample())
     stage.wait_ready()
     stage.wait_quiet()
@@ -250,9 +271,10 @@ def test_of_two_operators_one_acts_and_the_other_follows(
 
 
 def test_a_paused_leader_is_replaced_and_then_ends(
-    stage: Stage, control_plane: ControlPlane, tmp_path: Path
+    quick_stage: Stage, control_plane: ControlPlane, tmp_path: Path
 ) -> None:
-    other = Operator(control_plane.kubeconfig, stage.namespace, tmp_path / "other.log")
+    stage = quick_stage
+    other = Operator(control_plane.kubeconfig, stage.namespace, tmp_path / "other.log", QUICK)
     try:
         other.wait_started(leader=0)
         stage.operator.process.pause()
@@ -289,10 +311,10 @@ def test_what_the_chart_grants_is_enough_and_no_more(
             stage.wait_ready()
             stage.run("scale", "wpool/smollm2-decode", "--replicas=2")
             stage.apply(sample(engine={"blockSize": 32}))
-            stage.wait_until(lambda s=stage: s.rolled_out(), "rolled out")  # type: ignore[misc]
-        served[0].wait_quiet()
-        assert operator.metric("kvasir_operator_reconciliations_total", outcome="failed") == 0
-        assert "orbidden" not in operator.process.log
+            stage.wait_until(stage.rolled_out, "rolled out")
+        # But for services that other tests leave in namespaces that are about to go.
+        own = [each for each in operator.process.log.splitlines() if namespace in each]
+        assert not [each for each in own if "orbidden" in each or "step failed" in each]
         refused = [["secrets"], ["secrets", f"--namespace={elsewhere}"]]
         for stage in others:
             assert not stage.names("deploy")
@@ -395,9 +417,9 @@ def test_every_odd_spec_ends_in_a_condition_and_can_be_deleted(stage: Stage) -> 
     stage.run("delete", "msvc", "--all", "--timeout=30s")
 
 
-def test_a_hundred_services(stage: Stage) -> None:
+def test_a_hundred_services(patient_stage: Stage) -> None:
     """Prints the figures (pytest -s); only what must not grow with the number is asserted."""
-    count, documents = 100, []
+    stage, count, documents = patient_stage, 100, []
     for number in range(count):
         document = sample()
         document["metadata"] = {"name": f"s-{number}", "namespace": stage.namespace}
