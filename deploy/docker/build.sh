@@ -5,9 +5,15 @@
 #   deploy/docker/build.sh [COMPONENT...]    (make images)
 #   REGISTRY=registry.example.com/team       put before the names; default: localhost, not to be pushed
 #   BASE=IMAGE[@DIGEST]                      what the images are built on; default: in the Dockerfiles
+#                                            (its digest: buildah pull IMAGE; buildah images --digests)
 #   BUILDAH_ARGS="--volume ..."              more arguments for `buildah build`
 #
 # Push them with `buildah push`. The worker image brings torch: several GB, minutes.
+# Where no registry is reached, any Debian mirror gives a base, localhost/debian-python:
+#
+#   debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm root
+#   tar -C root -cf root.tar . && base=$(buildah from scratch) && buildah add "$base" root.tar /
+#   buildah commit "$base" localhost/debian-python
 set -eu
 cd "$(dirname "$0")/../.."
 case ${1:-} in

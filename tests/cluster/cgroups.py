@@ -15,6 +15,9 @@ import psutil
 from cluster.processes import wait_until
 
 _REMOVE_TIMEOUT = 20.0
+_WEIGHTS = {"cpu.shares": 8 * 1024, "cpu.weight": 8 * 100}
+"""All pods together get as much of a busy machine as so many processes outside would. A group that
+nobody gave a weight counts as one."""
 
 
 def make_root() -> str:
@@ -26,6 +29,9 @@ def make_root() -> str:
         for setting in ("cpuset.cpus", "cpuset.mems"):
             if (group / setting).exists() and not (group / setting).read_text().strip():
                 (group / setting).write_text((mount / setting).read_text())
+        for setting, weight in _WEIGHTS.items():
+            if (group / setting).exists():
+                (group / setting).write_text(str(weight))
     return f"/{path}"
 
 

@@ -11,11 +11,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cluster.binaries import find_binaries, kubectl_path
 
-_COMMAND_TIMEOUT = 120.0
+_COMMAND_TIMEOUT = 300.0
 
 
 class CommandError(Exception):
@@ -73,12 +73,13 @@ class Kubectl:
         """What it printed. Raises CommandError with its message if it fails."""
         return _run([str(kubectl_path()), *arguments], self._environment(), stdin)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """A kubectl that runs on (port-forward, logs -f); the caller ends it."""
+    def start(self, *arguments: str, output: TextIO) -> subprocess.Popen[str]:
+        """A kubectl that runs on (exec, logs -f), with a pipe as its input; the caller ends it."""
         return subprocess.Popen(
             [str(kubectl_path()), *arguments],
             env=self._environment(),
-            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
         )

@@ -7,6 +7,7 @@ own, as in a real cluster.
 """
 
 import ipaddress
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,14 @@ class ControlPlaneOptions:
     node_grace_seconds: int = 40
 
 
+@dataclass(frozen=True)
+class Write:
+    """A request that changes something; ``resource`` is a plural."""
+
+    verb: str
+    resource: str
+
+
 class ControlPlane:
     """Starts on construction; `wait_ready` before use; `end` ends it. See `control_plane`."""
 
@@ -47,6 +56,7 @@ class ControlPlane:
         self._ca.write_bytes(self.authority.certificate)
         self._admin = self.authority.issue("admin", ["system:masters"]).write(folder, "admin")
         self.kubectl = Kubectl(self.user_kubeconfig("admin", ["system:masters"]), folder)
+        self._audit_log = folder / "audit.log"
         self._write_service_account_key()
         self.etcd, etcd_url = self._start_etcd()
         self.api_server = self._start_api_server(etcd_url)
@@ -79,6 +89,9 @@ class ControlPlane:
     def wait_ready(self) -> None:
         """Until pods can be created: the API server is ready and namespaces get their accounts."""
         self.api_server.wait_until(lambda: self._answers("/readyz"), "ready", _READY_TIMEOUT)
+        for daemon in (self.controller_manager, self.scheduler):
+            if not daemon.running:  # it gave up: on a busy machine that took the API server longer
+                daemon.start()
         account = "/api/v1/namespaces/default/serviceaccounts/default"
         wait_until(
             lambda: self._answers(account),
@@ -86,6 +99,16 @@ class ControlPlane:
             _READY_TIMEOUT,
             self.controller_manager.tail,
         )
+
+    def writes_of(self, user: str) -> list[Write]:
+        """What a service account of a test changed so far, or tried to, in its order."""
+        lines = self._audit_log.read_text(encoding="utf-8").splitlines()
+        events = [json.loads(line) for line in lines]
+        return [
+            Write(event["verb"], event["objectRef"]["resource"])
+            for event in events
+            if event["user"]["username"] == user
+        ]
 
     def end(self) -> None:
         """At once: nothing that these processes would do on the way out matters here."""
@@ -153,8 +176,29 @@ class ControlPlane:
             "enable-admission-plugins": "NodeRestriction",
             "allow-privileged": "true",
             "shutdown-delay-duration": "0s",
+            "audit-policy-file": self._audit_policy(),
+            "audit-log-path": self._audit_log,
         }
         return self._daemon("kube-apiserver", flags)
+
+    def _audit_policy(self) -> Path:
+        """Writes of service accounts, but for those of the control plane itself."""
+        policy = {
+            "apiVersion": "audit.k8s.io/v1",
+            "kind": "Policy",
+            "omitStages": ["RequestReceived"],
+            "rules": [
+                {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
+                {
+                    "level": "Metadata",
+                    "userGroups": ["system:serviceaccounts"],
+                    "verbs": ["create", "update", "patch", "delete", "deletecollection"],
+                },
+            ],
+        }
+        path = self._folder / "audit-policy.json"
+        path.write_text(json.dumps(policy), encoding="utf-8")
+        return path
 
     def _start_controller_manager(self) -> Daemon:
         flags = {

@@ -78,8 +78,8 @@ def _layer() -> bytes:
             entry = tarfile.TarInfo(name)
             entry.type, entry.linkname = tarfile.SYMTYPE, target
             layer.addfile(entry)
-        users = f"root:x:0:0::/:/bin/sh\nnonroot:x:{USER}:{USER}::/tmp:/bin/sh\n"
-        _add(layer, "etc/passwd", users.encode())
+        # The pods' own user has no name, as in images that set it by number.
+        _add(layer, "etc/passwd", b"root:x:0:0::/:/bin/sh\n")
         if _LIBRARY_INDEX.exists():
             _add(layer, str(_LIBRARY_INDEX).lstrip("/"), _LIBRARY_INDEX.read_bytes())
         for path in (PAUSE[0], *_libraries(PAUSE[0])):

@@ -5,7 +5,8 @@ come one per event, as from a decode worker; ``gate`` can hold them back.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from helpers.bundled_tokenizer import IM_END, VOCAB_SIZE, tokenizer_files
@@ -55,6 +56,15 @@ class FakeDispatcher:
     live: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
     sent_tokens: int = 0
+    held_requests: int = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.held_requests += 1
+        try:
+            yield
+        finally:
+            self.held_requests -= 1
 
     async def generate(self, generation: Generation) -> AsyncGenerator[GenerationEvent, None]:
         self.asked.append(generation)

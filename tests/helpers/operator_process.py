@@ -1,66 +1,130 @@
 """`kvasir-operator` over pods in which nothing runs: workers and routers are played.
 
 For control planes whose node `FakeNode` plays. A worker here has no requests, and routers see at
-once who drains. Everything else is the real operator: ``python -m helpers.operator_process``
-takes its arguments.
+once who drains. What metrics say is scripted: a JSON file, which may change at any time, maps a
+pod's name, or a role for all its pods, to series and their values, or to null for silence.
+What workers were told is in a folder of files, one for each, so that it outlives the operator, as
+a worker does; one that drains has a request for as long as the environment says. Everything else is
+the real operator: ``python -m helpers.operator_process`` takes its arguments.
 """
 
 import asyncio
+import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvasir.operator.cluster import reconcile
 from kvasir.operator.cluster.main import parse, serve
 from kvasir.operator.cluster.observed import Fleet, Pod, WorkerLoad
-from kvasir.operator.signals import RouterSample, WorkerSample
+from kvasir.operator.signals import (
+    RouterSample,
+    Unreadable,
+    WorkerSample,
+    parse_router,
+    parse_worker,
+)
 from kvasir.proto.process import configure_logging
 
+Series = Mapping[str, float | str]
 
-class IdleWorkers:
-    """Workers without requests; a pod that is not ready does not answer."""
+_IDLE_WORKER: Series = {
+    "vllm:num_requests_running": 0,
+    "vllm:num_requests_waiting": 0,
+    "vllm:kv_cache_usage_perc": 0,
+    "kvasir_worker_queued_prefill_tokens": 0,
+    "vllm:prompt_tokens_total": 0,
+    "vllm:prefix_cache_hits_total": 0,
+}
+_IDLE_ROUTER: Series = {
+    'kvasir_router_held_requests{role="decode"}': 0,
+    'kvasir_router_held_requests{role="prefill"}': 0,
+    'kvasir_router_disaggregated_total{decision="local_no_worker"}': 0,
+}
+
+
+class PlayedWorkers:
+    """A pod that is not ready does not answer."""
 
     def __init__(self) -> None:
-        self._draining: set[str] = set()
-
-    @staticmethod
-    def _busy() -> bool:
-        """As the metrics say, while the file exists that the environment names."""
-        return Path(os.environ.get("KVASIR_TEST_BUSY", "/nonexistent")).exists()
+        self._told = Path(os.environ["KVASIR_TEST_TOLD"])
+        self._told.mkdir(exist_ok=True)
+        self._drain_seconds = float(os.environ.get("KVASIR_TEST_DRAIN_SECONDS", "0"))
 
     async def observe(self, pods: Sequence[Pod]) -> Fleet:
         ready = [pod for pod in pods if pod.ready and not pod.terminating]
         workers = [pod.name for pod in ready if pod.role != "router"]
-        states = {name: "draining" if name in self._draining else "ready" for name in workers}
+        since = {name: self._draining_since(name) for name in workers}
+        states = {name: "ready" if since[name] is None else "draining" for name in workers}
         return Fleet(
-            loads={name: WorkerLoad(0, 0, name in self._draining) for name in workers},
+            loads={name: self._load(moment) for name, moment in since.items()},
             routers={pod.name: states for pod in ready if pod.role == "router"},
         )
 
     async def scrape(
         self, pods: Sequence[Pod]
     ) -> tuple[dict[str, WorkerSample], dict[str, RouterSample]]:
-        ready = [pod for pod in pods if pod.ready and not pod.terminating]
-        now = time.time()
-        idle = WorkerSample(now, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        busy = replace(idle, running=64.0, waiting=9.0, kv_usage=1.0)
-        return (
-            {pod.name: busy if self._busy() else idle for pod in ready if pod.role != "router"},
-            {pod.name: RouterSample(now, 0.0, 0.0) for pod in ready if pod.role == "router"},
-        )
+        script, now = _script(), time.time()
+        workers: dict[str, WorkerSample] = {}
+        routers: dict[str, RouterSample] = {}
+        for pod in pods:
+            if not pod.ready or pod.terminating:
+                continue
+            told = script.get(pod.name, script.get(pod.role, {}))
+            if told is None:
+                continue
+            if pod.role == "router":
+                router = parse_router(_text(_IDLE_ROUTER, told), now)
+                assert not isinstance(router, Unreadable), router
+                routers[pod.name] = router
+            else:
+                worker = parse_worker(_text(_IDLE_WORKER, told), now)
+                assert not isinstance(worker, Unreadable), worker
+                workers[pod.name] = worker
+        return workers, routers
 
     async def drain(self, pod: Pod) -> None:
-        self._draining.add(pod.name)
+        self._tell(pod, "drain")
 
     async def undrain(self, pod: Pod) -> None:
-        self._draining.discard(pod.name)
+        self._tell(pod, "undrain")
+
+    def _tell(self, pod: Pod, what: str) -> None:
+        with (self._told / pod.name).open("a", encoding="utf-8") as told:
+            told.write(f"{what} {time.time()}\n")
+
+    def _draining_since(self, pod: str) -> float | None:
+        path = self._told / pod
+        if not path.exists():
+            return None
+        what, moment = path.read_text(encoding="utf-8").splitlines()[-1].split()
+        return float(moment) if what == "drain" else None
+
+    def _load(self, draining_since: float | None) -> WorkerLoad:
+        if draining_since is None:
+            return WorkerLoad(0, 0, draining=False)
+        finished = time.time() - draining_since >= self._drain_seconds
+        return WorkerLoad(0 if finished else 1, 0, draining=True)
+
+
+def _script() -> dict[str, Series | None]:
+    path = Path(os.environ["KVASIR_TEST_METRICS"])
+    if not path.exists():
+        return {}
+    found: dict[str, Series | None] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _text(idle: Series, told: Series) -> str:
+    return "".join(f"{name} {value}\n" for name, value in {**idle, **told}.items())
 
 
 def main() -> int:
     configure_logging()
-    return asyncio.run(serve(parse(sys.argv[1:]), IdleWorkers()))
+    reconcile.RESYNC = float(os.environ["KVASIR_TEST_RESYNC_SECONDS"])
+    return asyncio.run(serve(parse(sys.argv[1:]), PlayedWorkers()))
 
 
 if __name__ == "__main__":

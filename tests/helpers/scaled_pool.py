@@ -90,8 +90,8 @@ class ScaledPool:
         return [decision.desired for decision in self.decisions[begin:]]
 
     def restart_operator(self) -> None:
-        """All that outlives it is the state, as JSON."""
-        self._state = ScaleState.from_json(self._state.to_json())
+        """Nothing outlives it."""
+        self._state = ScaleState()
         self._history, self._routers = {}, {}
 
     def _ready(self) -> list[str]:
@@ -144,7 +144,7 @@ class ScaledPool:
         samples = {name: replace(self._pods[name].sample, time=self.now) for name in self._ready()}
         since = self.now - 90
         self._history = remember(self._history, samples, self._pods, since)
-        router = {"r-0": RouterSample(self.now, self._held, 0.0)}
+        router = {"r-0": RouterSample(self.now, self._held, self._held, 0.0)}
         self._routers = remember(self._routers, router, router, since)
 
     def _decide(self) -> None:

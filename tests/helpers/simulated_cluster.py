@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvasir.operator.cluster.faults import Fault
 from kvasir.operator.cluster.names import (
     REVISION_LABEL,
     ROLE_LABEL,
@@ -17,7 +18,6 @@ from kvasir.operator.cluster.names import (
 )
 from kvasir.operator.cluster.objects import Installation
 from kvasir.operator.cluster.observed import (
-    Fault,
     Fleet,
     Observed,
     Pod,
@@ -71,7 +71,7 @@ class Simulation:
 
     def observed(self) -> Observed:
         seen = replace(
-            observe(self.objects.values()),
+            observe(self.objects.values(), "s"),
             pods=(
                 Pod("router-0", "router", "s-router", ready=True),
                 *(worker.pod for worker in self.workers.values()),
@@ -115,17 +115,33 @@ class Simulation:
             if item["kind"] in ("Deployment", "WorkerPool", "ConfigMap"):
                 self._apply(item)
         for resize in plan.resize:
-            self.objects[f"Deployment {resize.deployment}"]["spec"]["replicas"] = resize.replicas
+            self.objects[str(resize.key)]["spec"]["replicas"] = resize.replicas
         for key in plan.delete:
             self.objects.pop(str(key))
 
     def tick(self) -> None:
+        """A second in which everybody does all that there is to do."""
         self.now += 1
+        self.finish_requests()
+        self.end_pods()
+        self.replicate()
+        self.schedule()
+        self.start_workers()
+
+    def finish_requests(self) -> None:
+        """One of each draining worker."""
+        for worker in self.workers.values():
+            if worker.draining and not worker.pod.terminating:
+                worker.requests = max(0, worker.requests - 1)
+
+    def end_pods(self) -> None:
+        """Those that are told to."""
         for worker in list(self.workers.values()):
             if worker.pod.terminating:
                 self._end(worker)
-            elif worker.draining:
-                worker.requests = max(0, worker.requests - 1)
+
+    def replicate(self) -> None:
+        """What the Deployments' controllers do."""
         owners = {
             key.removeprefix("Deployment "): item
             for key, item in self.objects.items()
@@ -136,7 +152,26 @@ class Simulation:
                 self._mark(worker.pod.name, terminating=True)
         for name, item in owners.items():
             self._replicate(name, item)
-        self._schedule()
+
+    def schedule(self) -> None:
+        """What the scheduler does."""
+        free = self.places - sum(worker.pod.scheduled for worker in self.workers.values())
+        for worker in self.workers.values():
+            name = worker.pod.name
+            if worker.pod.scheduled or worker.pod.terminating:
+                continue
+            if free > 0:
+                free -= 1
+                worker.ready_at = self.now + self.start
+                self._mark(name, scheduled=True, fault=None, address="10.0.0.1")
+            else:
+                self._mark(name, fault=Fault("Unschedulable", "no place"))
+
+    def start_workers(self) -> None:
+        """Those that have had their place for long enough become ready."""
+        for worker in self.workers.values():
+            if worker.pod.scheduled and not worker.pod.ready and not self.broken:
+                self._mark(worker.pod.name, ready=self.now >= worker.ready_at)
 
     def scale(self, role: str, replicas: int) -> None:
         """As kubectl scale does."""
@@ -205,19 +240,6 @@ class Simulation:
         alive.sort(key=lambda pod: (pod.scheduled, pod.ready, not pod.condemned, -pod.created))
         for pod in alive[: max(0, len(alive) - item["spec"]["replicas"])]:
             self._mark(pod.name, terminating=True)
-
-    def _schedule(self) -> None:
-        free = self.places - sum(worker.pod.scheduled for worker in self.workers.values())
-        for worker in self.workers.values():
-            name = worker.pod.name
-            if not worker.pod.scheduled and free > 0:
-                free -= 1
-                worker.ready_at = self.now + self.start
-                self._mark(name, scheduled=True, fault=None, address="10.0.0.1")
-            elif not worker.pod.scheduled:
-                self._mark(name, fault=Fault("Unschedulable", "no place"))
-            elif not self.broken and not worker.pod.ready and self.now >= worker.ready_at:
-                self._mark(name, ready=True)
 
 
 def takes_requests(worker: Worker) -> bool:

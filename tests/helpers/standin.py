@@ -1,4 +1,4 @@
-"""Stands in for a worker or router process under the local runtime: no model, no sockets.
+"""Stands in for a worker or router process under the local runtime: no model, only /health.
 
 Run as ``standin.py CONFIG STATE``. The config says how it behaves:
 
@@ -7,13 +7,16 @@ Run as ``standin.py CONFIG STATE``. The config says how it behaves:
     exit_code        exits with this code at once, after a last line on stderr
     stubborn         ignores SIGTERM
     rest             seconds that it takes to leave after SIGTERM
+    chatter          bytes that it logs when it is ready
 """
 
 import json
 import os
 import signal
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,9 +75,25 @@ def main() -> None:
     starts = events.read_text().splitlines().count(f"start {config['id']}")
     if starts <= config.get("crashes", 0):
         sys.exit(_fail("out of luck", 1))
-    write_state("ready", address=f"127.0.0.1:{os.getpid() % 60000 + 1000}")
+    health = HTTPServer(("127.0.0.1", 0), _Health)
+    threading.Thread(target=health.serve_forever, daemon=True).start()
+    write_state(
+        "ready",
+        address=f"127.0.0.1:{os.getpid() % 60000 + 1000}",
+        metrics_address=f"127.0.0.1:{health.server_port}",
+    )
+    sys.stderr.write("x" * config.get("chatter", 0))
     while True:
         time.sleep(0.05)
+
+
+class _Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:  # the name that http.server calls
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # as in http.server
+        """Its log is for what the tests read."""
 
 
 def _fail(message: str, code: int) -> int:

@@ -30,6 +30,7 @@ VALUES: dict[str, Object] = {
     },
     "open": {"networkPolicy": {"enabled": False}},
     "other-port": {"networkPolicy": {"apiServerPorts": [8443]}},
+    "scraped": {"networkPolicy": {"metricsFrom": ["monitoring", "observability"]}},
     "placed": {
         "podAnnotations": {"example.com/note": "true"},
         "podLabels": {"team": "serving"},
@@ -158,6 +159,18 @@ def test_images_are_what_the_values_say(helm: Helm, tmp_path: Path) -> None:
     assert spec["imagePullSecrets"] == [{"name": "pull"}]
 
 
+def test_metrics_of_workers_are_read_from_the_namespaces_that_are_named(
+    helm: Helm, tmp_path: Path
+) -> None:
+    def named(name: str) -> list[str]:
+        (_, spec) = next(pods(render(helm, values_file(tmp_path, name))))
+        args: list[str] = spec["containers"][0]["args"]
+        return [arg for arg in args if arg.startswith("--metrics-from")]
+
+    assert named("defaults") == []
+    assert named("scraped") == ["--metrics-from=monitoring", "--metrics-from=observability"]
+
+
 def test_no_image_of_a_stranger_is_pulled_by_default(helm: Helm, tmp_path: Path) -> None:
     (_, spec) = next(pods(render(helm, values_file(tmp_path, "defaults"))))
     (container,) = spec["containers"]
@@ -189,6 +202,7 @@ def test_what_is_optional_is_there_when_asked_for(helm: Helm, tmp_path: Path) ->
         ("watchNamespaces={Not_A_Name}", "/watchNamespaces/0"),
         ("replicas=0", "/replicas"),
         ("images.pullPolicy=Often", "/images/pullPolicy"),
+        ("networkPolicy.metricsFrom={Not_A_Name}", "/networkPolicy/metricsFrom/0"),
         ("extraVolumeMounts[0].name=x", "mountPath"),
         ("global.x=1", "'x'"),
     ],

@@ -86,6 +86,7 @@ NEEDED = {
     "workerpools.kvasir.dev": "list watch create patch delete",
     "workerpools.kvasir.dev/status": "patch",
     "deployments.apps": "list watch create patch delete",
+    "leaderworkersets.leaderworkerset.x-k8s.io": "list create patch delete",
     "configmaps": "list watch create patch delete",
     "services": "list watch create patch delete",
     "serviceaccounts": "list watch create patch delete",

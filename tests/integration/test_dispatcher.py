@@ -22,7 +22,6 @@ async def test_streams_tokens_and_finish(stage: Stage) -> None:
     assert (first.cached_tokens, first.decode_worker, first.prefill_worker) == (0, "w0", None)
     assert worker.submits[0].request_id == "r1"
     assert worker.aborts == []
-    assert stage.metric("generations_total", outcome="length") == 1
     assert stage.metric("generations_in_flight") == 0
     await until(lambda: stage.metric("worker_in_flight", worker="w0") == 0)
 
@@ -120,7 +119,6 @@ async def test_closing_early_aborts(stage: Stage) -> None:
             break
     await until(lambda: worker.aborts == ["r1"])
     await until(lambda: not worker.live)
-    assert stage.metric("generations_total", outcome="client_gone") == 1
     await until(lambda: stage.metric("worker_in_flight", worker="w0") == 0)
 
 
@@ -166,23 +164,8 @@ async def test_worker_with_another_model_is_not_used(stage: Stage) -> None:
     await stage.worker("w0")
     dispatcher = await stage.dispatcher()
     other = await stage.worker("w1", model="other")
-    await until(lambda: sum(w.state == "ready" for w in dispatcher.workers()) == 2)
+    await until(lambda: len(dispatcher.workers()) == 2)
+    await until(lambda: dispatcher.workers()[1].state == "incompatible")
     for i in range(6):
         await collect(dispatcher, generation(f"r{i}", prompt=(i, 2), max_tokens=2))
     assert other.submits == []
-
-
-async def test_a_failure_of_our_own_is_not_the_client_s(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await stage.worker("w0")
-    dispatcher = await stage.dispatcher()
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(dispatcher._placer, "place", fail)
-    with pytest.raises(RuntimeError, match="a defect"):
-        await collect(dispatcher, generation())
-    assert stage.metric("generations_total", outcome="internal") == 1
-    assert stage.metric("generations_total", outcome="client_gone") is None

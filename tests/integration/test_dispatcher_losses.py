@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from helpers.fake_worker import BLOCK_SIZE, FakeWorker, FinishStyle, Script, exp
 from kvasir.proto.blocks import block_hashes
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.proto.v1 import engine_pb2 as pb
+from kvasir.router.config import Disaggregation
 from kvasir.router.contracts import Finished, FinishReason, GenerationEvent, TokenEvent
 
 
@@ -112,7 +114,75 @@ async def test_a_request_that_kills_every_worker_ends_in_an_error(stage: Stage) 
             await worker.start()
     events = await serving
     assert refusal(events).refusal.reason is Reason.INTERNAL
+    assert "4 workers were lost" in refusal(events).refusal.message
     assert len(worker.submits) == 4
+
+
+async def test_what_was_beside_a_request_that_ends_its_workers_is_served(stage: Stage) -> None:
+    gate = asyncio.Event()
+    workers = [await stage.worker(f"w{i}", script=Script(first_token_gate=gate)) for i in range(5)]
+    kills: list[asyncio.Task[None]] = []
+
+    def dies_of_poison(worker: FakeWorker) -> Callable[[pb.Submit], Refusal | None]:
+        def accept(submit: pb.Submit) -> Refusal | None:
+            if submit.request_id.startswith("poison"):
+                kills.append(asyncio.create_task(worker.kill()))
+            return None
+
+        return accept
+
+    for worker in workers:
+        worker.script.refuse = dies_of_poison(worker)
+    dispatcher = await stage.dispatcher(ready=5)
+    others = [asyncio.create_task(collect(dispatcher, generation(f"r{i}"))) for i in range(10)]
+    await until(lambda: sum(len(worker.live) for worker in workers) == 10)
+    events = await collect(dispatcher, generation("poison"))
+    await asyncio.gather(*kills)
+    assert refusal(events).refusal.reason is Reason.INTERNAL
+    assert sum(worker.running for worker in workers) == 1
+    gate.set()
+    for other in others:
+        assert tokens(await other) == expected_tokens(PROMPT, 5, 20)
+
+
+async def test_suspects_are_served_one_at_a_time(stage: Stage) -> None:
+    gate = asyncio.Event()
+    worker = await stage.worker("w0", script=Script(first_token_gate=gate))
+    prefill = await stage.worker("p0", role=pb.ROLE_PREFILL)
+    always = Disaggregation(mode="always")
+    dispatcher = await stage.dispatcher(ready=2, disaggregation=always, replay_timeout=1.0)
+    serving = [asyncio.create_task(collect(dispatcher, generation(f"r{i}"))) for i in range(3)]
+    for losses in range(2):
+        await until(lambda: len(worker.live) == 3)
+        assert {s.prefill.worker_id for s in worker.submits[3 * losses :]} == {"p0"}
+        await worker.kill()
+        await worker.start()
+    await until(lambda: len(worker.live) == 1)
+    await asyncio.sleep(1.5)  # longer than a replay may wait for a worker
+    assert len(worker.live) == 1
+    gate.set()
+    for other in serving:
+        assert tokens(await other) == expected_tokens(PROMPT, 5, 20)
+    assert [s.HasField("prefill") for s in worker.submits[6:]] == [False] * 3
+    assert prefill.running
+    assert dispatcher._fleet.quarantined == set()
+
+
+async def test_the_loss_of_a_worker_that_was_leaving_counts_nothing(stage: Stage) -> None:
+    gate = asyncio.Event()
+    worker = await stage.worker("w0", script=Script(first_token_gate=gate))
+    dispatcher = await stage.dispatcher()
+    serving = asyncio.create_task(collect(dispatcher, generation()))
+    for _ in range(5):
+        await until(lambda: len(worker.live) == 1)
+        worker.info.draining = True
+        worker.report()
+        await until(lambda: dispatcher.workers()[0].state == "draining")
+        await worker.kill()
+        worker.info.draining = False
+        await worker.start()
+    gate.set()
+    assert tokens(await serving) == expected_tokens(PROMPT, 5, 20)
 
 
 async def test_no_replay_in_time_is_an_error_not_a_finish(stage: Stage) -> None:

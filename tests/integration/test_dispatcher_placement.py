@@ -49,6 +49,26 @@ async def test_speculation_lasts_as_long_as_the_prompt_waits(stage: Stage) -> No
     await until(lambda: index.match(chain) == {})
 
 
+async def test_a_worker_with_another_model_is_told_apart_until_it_takes_over(stage: Stage) -> None:
+    old = await stage.worker("old")
+    dispatcher = await stage.dispatcher()
+    other = await stage.worker("new", model="other")
+    await until(lambda: [w.state for w in dispatcher.workers()] == ["ready", "incompatible"])
+    assert dispatcher.workers()[1].reason == (
+        f"has model 'other'; this router serves {old.info.model!r}"
+    )
+    await until(lambda: stage.metric("workers", state="incompatible") == 1)
+    assert stage.metric("workers", state="ready") == 1
+    await collect(dispatcher, generation("a"))
+    assert (len(old.submits), len(other.submits)) == (1, 0)
+    del stage.addresses["old"]
+    stage.write_file()
+    await until(lambda: [w.state for w in dispatcher.workers()] == ["ready"])
+    assert dispatcher.workers()[0].reason == ""
+    await collect(dispatcher, generation("b"))
+    assert (len(old.submits), len(other.submits)) == (1, 1)
+
+
 # --- disaggregation ------------------------------------------------------------------------
 
 

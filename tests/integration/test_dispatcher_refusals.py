@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
@@ -10,6 +11,7 @@ from helpers.fake_worker import FakeWorker, Script, expected_tokens
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.router import serving as serving_module
+from kvasir.router.config import Disaggregation
 from kvasir.router.contracts import Finished, FinishReason, GenerationEvent, Refused
 
 
@@ -112,14 +114,51 @@ async def test_no_worker_in_time(stage: Stage) -> None:
     events = await collect(dispatcher, generation())
     assert refusal(events).refusal.reason is Reason.NO_CAPACITY
     assert refusal(events).retry_after is not None
+    assert held(stage) == (0, 0)
+
+
+def held(stage: Stage) -> tuple[float | None, float | None]:
+    """Held requests that need decode and prefill workers."""
+    decode = stage.metric("held_requests", role="decode")
+    return decode, stage.metric("held_requests", role="prefill")
 
 
 async def test_waits_for_the_first_worker(stage: Stage) -> None:
     dispatcher = await stage.dispatcher(ready=0)
+    assert held(stage) == (0, 0)
     serving = asyncio.create_task(collect(dispatcher, generation()))
-    await asyncio.sleep(0.2)
+    await until(lambda: held(stage) == (1, 0))
     await stage.worker("w0")
     assert tokens(await serving) == expected_tokens(PROMPT, 5, 20)
+    assert held(stage) == (0, 0)
+
+
+async def test_held_requests_count_for_the_roles_that_they_need(stage: Stage) -> None:
+    settings = Disaggregation(min_uncached_tokens=64)
+    dispatcher = await stage.dispatcher(ready=0, disaggregation=settings)
+    prompts = [tuple(range(length)) for length in (63, 64, 65)]
+    waiting = [
+        asyncio.create_task(collect(dispatcher, generation(f"r{i}", prompt=prompt)))
+        for i, prompt in enumerate(prompts)
+    ]
+    await until(lambda: held(stage) == (3, 2))
+    waiting[2].cancel()  # its client left
+    await until(lambda: held(stage) == (2, 1))
+    await stage.worker("w0")
+    for events in await asyncio.gather(*waiting[:2]):
+        assert isinstance(events[-1], Finished)
+    assert held(stage) == (0, 0)
+
+
+@pytest.mark.parametrize(("mode", "counted"), [("always", (1, 1)), ("never", (1, 0))])
+async def test_held_requests_in_other_modes(
+    stage: Stage, mode: Literal["always", "never"], counted: tuple[int, int]
+) -> None:
+    dispatcher = await stage.dispatcher(ready=0, disaggregation=Disaggregation(mode=mode))
+    serving = asyncio.create_task(collect(dispatcher, generation(prompt=tuple(range(200)))))
+    await until(lambda: held(stage) == counted)
+    await stage.worker("w0")
+    await serving
 
 
 async def test_prefill_worker_alone_serves_nobody(stage: Stage) -> None:

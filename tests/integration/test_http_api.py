@@ -8,7 +8,7 @@ import pytest
 
 from helpers.bundled_tokenizer import VOCAB_SIZE, tokenizer
 from helpers.fake_dispatcher import CARD, FakeDispatcher
-from helpers.http_client import CHAT, STORY, TEXT, endless, events, post, says
+from helpers.http_client import CHAT, STORY, TEXT, endless, events, post, says, until
 from helpers.http_server import serving
 from kvasir.router.api.validate import child_seed
 from kvasir.router.contracts import Dispatcher, Generation
@@ -259,6 +259,8 @@ async def test_no_worker_is_a_503_with_retry_after() -> None:
         status, headers, body = await post(session, "/v1/completions", TEXT)
         assert (status, body["error"]["code"]) == (503, "no_capacity")
         assert int(headers["Retry-After"]) >= 1
+        assert "waited 0.1 s" in body["error"]["message"]
+        assert fake.held_requests == 0
         async with session.get("/health") as response:
             assert (response.status, await response.read()) == (200, b"")
         async with session.get("/ready") as response:
@@ -271,9 +273,26 @@ async def test_a_model_that_comes_late_is_waited_for() -> None:
     fake = FakeDispatcher(says("x"), card=None)
     async with serving(fake) as url, aiohttp.ClientSession(url) as session:
         call = asyncio.create_task(post(session, "/v1/completions", TEXT))
-        await asyncio.sleep(0.02)
+        await until(lambda: fake.held_requests == 1)
         fake.card = CARD
         assert (await call)[0] == 200
+        assert fake.held_requests == 0
+
+
+async def test_only_so_many_wait_for_a_model_and_one_that_leaves_makes_room() -> None:
+    fake = FakeDispatcher(says("x"), card=None)
+    async with serving(fake, queue_limit=2) as url, aiohttp.ClientSession(url) as session:
+        calls = [asyncio.create_task(post(session, "/v1/completions", TEXT)) for _ in range(2)]
+        await until(lambda: fake.held_requests == 2)
+        status, headers, body = await post(session, "/v1/completions", TEXT)
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert body["error"]["message"] == "2 requests wait for a worker; try again later."
+        calls[0].cancel()
+        await until(lambda: fake.held_requests == 1)
+        last = asyncio.create_task(post(session, "/v1/completions", TEXT))
+        await until(lambda: fake.held_requests == 2)
+        fake.card = CARD
+        assert [(await each)[0] for each in (calls[1], last)] == [200, 200]
 
 
 async def test_a_template_that_does_not_end_is_a_400_and_blocks_nobody() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.fake_dispatcher import CARD, FakeDispatcher
 from helpers.http_client import STORY, TEXT, endless, events, post, says, until
@@ -69,6 +70,50 @@ async def test_a_client_that_leaves_aborts_its_generations(
             await asyncio.gather(call, return_exceptions=True)
         await until(lambda: not fake.live)
         assert len(fake.aborted) == n
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_how_each_generation_ended_is_counted(n: int, stream: bool) -> None:
+    fake = FakeDispatcher(says(STORY))
+
+    async def counted(session: aiohttp.ClientSession) -> dict[str, float]:
+        async with session.get("/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+        return {
+            sample.labels["outcome"]: sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "kvasir_router_generations_total"
+        }
+
+    async with serving(fake) as url, aiohttp.ClientSession(url) as session:
+
+        async def ask(**body: object) -> None:
+            request = TEXT | {"n": n, "stream": stream} | body
+            async with session.post("/v1/completions", json=request) as response:
+                await response.read()
+
+        await ask()
+        assert await counted(session) == {"stop": n}
+        await ask(stop=["met a"])
+        assert await counted(session) == {"stop": 2 * n}, "a stop string is the answer's end"
+        await ask(max_tokens=2)
+        assert await counted(session) == {"stop": 2 * n, "length": n}
+        fake.script, fake.gate = endless, asyncio.Event()
+        leaving = asyncio.create_task(ask(max_tokens=2000))
+        await until(lambda: len(fake.live) == n and fake.sent_tokens >= n)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await until(lambda: not fake.live)
+        assert (await counted(session))["client_gone"] == n
+        fake.gate = None
+        fake.refuse_after, fake.refused = 0, Refused(Refusal(Reason.NO_CAPACITY, "none"))
+        await ask()
+        assert (await counted(session))["no_capacity"] >= 1
+        fake.refuse_after, fake.crash_after = None, 0
+        await ask()
+        assert (await counted(session))["internal"] >= 1
 
 
 class _Queued(FakeDispatcher):

@@ -117,6 +117,13 @@ async def test_a_remote_prefill_gives_the_tokens_of_a_local_one(pair: Pair, leng
         assert pair.decode.metric(f"kvasir_kv_transfer_{times}_seconds_count") == 1
     assert pair.decode.metric("kvasir_kv_transfer_bytes_total", direction="received") == num_bytes
     assert pair.prefill.metric("kvasir_kv_transfer_bytes_total", direction="sent") == num_bytes
+    computed = [
+        worker.metric("kvasir_worker_prefill_tokens_total", model_name="smollm2")
+        for worker in (pair.prefill, pair.decode)
+    ]
+    assert computed == [len(prompt), 0]
+    ttft = pair.prefill.metric("vllm:time_to_first_token_seconds_count", model_name="smollm2")
+    assert ttft == 1
     # The decode worker computed decode steps only: its prompt's KV all came.
     assert all(size == 1 for step in pair.decode.model.runner.steps for size in step.values())
 

@@ -17,7 +17,16 @@ import psutil
 import pytest
 
 from helpers import standin, standin_up
-from kvasir.operator.local.runtime import Event, Exited, Failed, LocalRuntime, PhaseChanged
+from kvasir.operator.local import supervisor
+from kvasir.operator.local.health import Timing
+from kvasir.operator.local.runtime import (
+    Event,
+    Exited,
+    Failed,
+    Hung,
+    LocalRuntime,
+    PhaseChanged,
+)
 from kvasir.operator.local.state import (
     AlreadyRunningError,
     Instance,
@@ -62,7 +71,8 @@ def runtime_of(
     plan = standin.plan(tmp_path / "events", drain_deadline, **behaviors)
     directory = StateDirectory(tmp_path, plan.name)
     with directory.locked():
-        runtime = LocalRuntime(plan, directory, url=URL, command=standin.command)
+        quick = Timing(period=0.1, timeout=1.0)
+        runtime = LocalRuntime(plan, directory, url=URL, command=standin.command, health=quick)
         try:
             yield runtime
         finally:
@@ -128,6 +138,41 @@ def test_a_worker_is_published_until_it_has_gone(tmp_path: Path) -> None:
             runtime, lambda events: any(isinstance(e, Exited) for e in events), "exit is seen"
         )
         assert [worker["id"] for worker in workers_file(tmp_path)] == ["standin-prefill-0"]
+
+
+def test_a_frozen_process_is_killed_and_started_again(tmp_path: Path) -> None:
+    with runtime_of(tmp_path) as runtime:
+        step_until(runtime, lambda _: runtime.ready, "ready")
+        decode = next(p for p in children() if "decode" in " ".join(p.cmdline()))
+        decode.send_signal(signal.SIGSTOP)
+        events = step_until(
+            runtime, lambda events: any(isinstance(e, Exited) for e in events), "killed"
+        )
+        assert events == [
+            Hung("standin-decode-0"),
+            Exited("standin-decode-0", -signal.SIGKILL, "", 0.5),
+        ]
+        step_until(runtime, lambda _: runtime.ready, "ready again")
+        assert decode not in children()
+        settled = time.monotonic() + 1
+        later = step_until(runtime, lambda _: time.monotonic() > settled, "some more checks")
+        assert later == []
+
+
+def test_logs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LOG_LIMIT", 1000)
+    with runtime_of(tmp_path, decode={"chatter": 2000}, prefill={"chatter": 999}) as runtime:
+        log = tmp_path / "standin" / "standin-decode-0.log"
+        earlier = log.with_name(f"{log.name}.1")
+        step_until(runtime, lambda _: earlier.exists() and not log.stat().st_size, "put aside")
+        assert earlier.read_text() == "x" * 2000
+        decode = next(p for p in children() if "decode" in " ".join(p.cmdline()))
+        decode.kill()
+        # What it logs after its next start comes after the emptied part, at the file's beginning.
+        earlier.unlink()
+        step_until(runtime, lambda _: earlier.exists() and not log.stat().st_size, "put aside")
+        assert earlier.read_text() == "x" * 2000
+        assert sorted(path.name for path in log.parent.glob("*.log.1")) == [earlier.name]
 
 
 def test_crash_is_restarted_with_back_off(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +43,10 @@ class GatedRunner(FakeRunner):
 
 @asynccontextmanager
 async def served(
-    path: str, body: bytes | list[dict[str, Any]], status: int = 200
+    path: str,
+    body: bytes | list[dict[str, Any]],
+    status: int = 200,
+    address: str = "127.0.0.1",
 ) -> AsyncIterator[int]:
     """A port of this machine where a path answers."""
 
@@ -56,7 +60,7 @@ async def served(
     runner = web.AppRunner(app)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, address, 0)
         await site.start()
         yield int(runner.addresses[0][1])
     finally:
@@ -72,14 +76,16 @@ async def asking(**ports: int) -> AsyncIterator[PodWorkers]:
         await workers.close()
 
 
-async def observed(worker: LocalWorker, *, view: list[dict[str, Any]]) -> Fleet:
+async def observed(
+    worker: LocalWorker, *, view: list[dict[str, Any]], address: str = "127.0.0.1"
+) -> Fleet:
     metrics = generate_latest(worker.server.metrics.registry)
     async with (
-        served("/metrics", metrics) as metrics_port,
-        served("/workers", view) as http,
+        served("/metrics", metrics, address=address) as metrics_port,
+        served("/workers", view, address=address) as http,
         asking(engine=worker.server.port, metrics=metrics_port, http=http) as workers,
     ):
-        return await workers.observe([WORKER, ROUTER])
+        return await workers.observe([replace(each, address=address) for each in (WORKER, ROUTER)])
 
 
 async def test_a_worker_is_told_and_says_what_it_has() -> None:
@@ -101,6 +107,13 @@ async def test_a_worker_is_told_and_says_what_it_has() -> None:
         async with asking(engine=worker.server.port) as workers:
             await workers.undrain(WORKER)
         assert (await observed(worker, view=[])).loads["w"] == WorkerLoad(0, 0, draining=False)
+
+
+async def test_pods_of_either_address_family_are_asked() -> None:
+    async with local_worker(host="::1") as worker:
+        view = [{"worker_id": "w", "state": "ready"}]
+        fleet = await observed(worker, view=view, address="::1")
+    assert fleet == Fleet({"w": WorkerLoad(0, 0, draining=False)}, {"r": {"w": "ready"}})
 
 
 async def test_metrics_of_ready_pods_are_scraped() -> None:

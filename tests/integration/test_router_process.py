@@ -80,6 +80,14 @@ def test_serves_from_ready_on_and_stops_on_a_signal(tmp_path: Path, number: sign
         assert log.splitlines()[-1].endswith("INFO kvasir.router stopped")
 
 
+def test_all_addresses_are_those_of_both_families(tmp_path: Path) -> None:
+    """As in a pod, whose cluster may have addresses of one family alone."""
+    with _running(tmp_path, host="*") as (_, state):
+        port = _await_phase(state, "ready")["address"].rpartition(":")[2]
+        for host in ("127.0.0.1", "[::1]"):
+            assert _status(f"http://{host}:{port}/health") == 200
+
+
 def test_open_requests_finish_and_new_ones_are_not_taken(tmp_path: Path) -> None:
     """A request that waits for a worker ends in its own 503, not in a cut connection."""
     with _running(tmp_path, no_worker_timeout=15.0) as (process, state):

@@ -20,6 +20,7 @@ from helpers.local_worker import (
     VOCAB_SIZE,
     LocalWorker,
     RouterSession,
+    eventually,
     local_worker,
     make_submit,
     router_session,
@@ -31,8 +32,8 @@ from kvasir.proto.process import join_host_port
 from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
-from kvasir.worker.contracts import Request, StepPlan, StepResult
-from kvasir.worker.health import Health, HealthServer
+from kvasir.worker.contracts import Request, StepPlan, StepResult, Work
+from kvasir.worker.health import LOOP_PATIENCE, STEP_PATIENCE, Health, HealthServer
 from kvasir.worker.service import session as session_module
 
 PROMPT = [3 * i % VOCAB_SIZE for i in range(50)]
@@ -455,6 +456,36 @@ async def test_a_drain_ends_at_its_deadline() -> None:
         assert worker.server.engine.load().running == 1
 
 
+async def test_a_request_counts_from_its_acceptance_to_the_end_of_its_hold() -> None:
+    """An operator that sees nothing running or waiting may end this worker."""
+    runner = GatedRunner()
+    async with local_worker(runner=runner) as worker, router_session(worker.stub) as session:
+
+        async def seen() -> tuple[int, float]:
+            status = await worker.stub.Drain(pb.DrainRequest())
+            shown = sum(
+                worker.metric(f"vllm:num_requests_{state}", model_name="smollm2")
+                for state in ("running", "waiting")
+            )
+            return status.running + status.waiting, shown
+
+        hold = Recorder()
+        request = Request("lent", tuple(PROMPT), SamplingParams(max_tokens=1), work=Work.PREFILL)
+        assert worker.server.engine.submit(request, hold) is None
+        await session.send(submit=make_submit("r", PROMPT))
+        await eventually(lambda: worker.server.engine.load().waiting == 2)
+        assert await seen() == (2, 2)
+        assert worker.metric("kvasir_worker_queued_prefill_tokens", model_name="smollm2") == 100
+        runner.gate.set()
+        await session.finished("r")
+        await asyncio.to_thread(hold.wait_finished, "lent")
+        await eventually(lambda: worker.server.engine.load().running == 1)
+        assert await seen() == (1, 1)
+        worker.server.engine.release("lent")
+        await worker.settled()
+        assert await seen() == (0, 0)
+
+
 # --- health and metrics ----------------------------------------------------------------------
 
 
@@ -480,11 +511,27 @@ async def test_either_address_family_is_served(host: str) -> None:
         assert worker.server.port
 
 
+def test_only_what_hangs_is_not_alive() -> None:
+    now = step = 0.0
+    health = Health(clock=lambda: now)
+    health.step_seconds = lambda: step
+    alive = [health.alive]
+    now, step = LOOP_PATIENCE, STEP_PATIENCE
+    alive.append(health.alive)
+    now = LOOP_PATIENCE + 1
+    alive.append(health.alive)
+    health.beat()
+    alive.append(health.alive)
+    step = STEP_PATIENCE + 1
+    alive.append(health.alive)
+    assert alive == [True, True, False, True, False]
+
+
 async def test_the_http_server(worker: LocalWorker, session: RouterSession) -> None:
     await session.send(submit=make_submit("r", PROMPT))
     await session.finished("r")
     now = 0.0
-    health = Health(clock=lambda: now, patience=30)
+    health = Health(clock=lambda: now)
     server = HealthServer("127.0.0.1", 0, health)
     try:
         assert await asyncio.to_thread(get, server.port, "/health") == (200, b"")
@@ -513,6 +560,7 @@ async def test_the_http_server(worker: LocalWorker, session: RouterSession) -> N
         'vllm:num_preemptions_total{model_name="smollm2"} 0.0',
         'vllm:time_to_first_token_seconds_count{model_name="smollm2"} 1.0',
         'vllm:inter_token_latency_seconds_count{model_name="smollm2"} 7.0',
+        'kvasir_worker_prefill_tokens_total{model_name="smollm2"} 50.0',
         'kvasir_kv_transfer_total{outcome="ok"} 0.0',
         'kvasir_kv_transfer_bytes_total{direction="sent"} 0.0',
         "kvasir_kv_transfer_seconds_count 0.0",

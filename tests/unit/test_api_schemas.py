@@ -336,3 +336,36 @@ def test_openapi_names_every_field() -> None:
     collect(api)
     defined = {f"#/components/schemas/{name}" for name in api["components"]["schemas"]}
     assert references <= defined
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        '"messages": [' + "{}," * 50_000 + "{}]",
+        '"x": ' + "[" * 40_000 + "]" * 40_000,
+        ",".join(f'"{i}": 1' for i in range(40_000)),
+        '"stop": [' + '"a",' * 600_000 + '"a"]',
+        '"x": "\\\\", "y": [' + "[]," * 50_000 + "[]]",
+    ],
+    ids=["objects", "arrays", "fields", "items", "after a string that ends in a backslash"],
+)
+def test_a_body_of_very_many_small_things_is_not_parsed(
+    flood: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompletionRequest, "model_validate_json", None)
+    error = parse(f"{{{flood}}}".encode(), CompletionRequest, Limits())
+    assert isinstance(error, ApiError)
+    assert error.status == 400
+    assert "more than 32768 objects, arrays and fields" in error.message
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ['{"a": [1, 2]}, \\ " ' * 60_000, list(range(400_000)), '\\"' * 1_200_000],
+    ids=["text that looks like JSON", "token ids", "escapes"],
+)
+def test_long_prompts_are_no_matter_of_counting(prompt: object) -> None:
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    parsed = parse(body, CompletionRequest, Limits())
+    assert isinstance(parsed, CompletionRequest)
+    assert parsed.prompt == [prompt]

@@ -173,6 +173,10 @@ def test_pods_are_restricted(component: str) -> None:
     )
     assert spec["securityContext"] == {
         "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "runAsGroup": 65532,
+        "fsGroup": 65532,
+        "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     (main,) = spec["containers"]
@@ -227,6 +231,25 @@ def test_workers_are_reached_by_their_own_and_the_operator_only() -> None:
     assert len(peers(Installation("w", "r"))) == 2
 
 
+def test_metrics_of_workers_are_read_from_named_namespaces_and_nothing_else_is() -> None:
+    def rules(*namespaces: str) -> Any:
+        installation = Installation("w", "r", metrics_namespaces=namespaces)
+        shared = objects.shared(a_service(), installation)
+        (policy,) = [each for each in shared if each["kind"] == "NetworkPolicy"]
+        return policy["spec"]["ingress"]
+
+    assert len(rules()) == 1
+    own, readers = rules("monitoring", "other")
+    assert own == rules()[0]
+    (peer,) = readers["from"]
+    (among,) = peer["namespaceSelector"]["matchExpressions"]
+    assert (among["key"], among["values"]) == (
+        "kubernetes.io/metadata.name",
+        ["monitoring", "other"],
+    )
+    assert readers["ports"] == [{"port": 9400, "protocol": "TCP"}]
+
+
 # --- routers -----------------------------------------------------------------------------------
 
 
@@ -244,13 +267,25 @@ def test_a_routers_configuration_is_one_that_it_accepts() -> None:
     assert (config.disaggregation.mode, config.disaggregation.min_uncached_tokens) == ("always", 9)
 
 
+@pytest.mark.parametrize(("fewest", "seconds"), [(0, 300.0), (1, 30.0)])
+def test_routers_hold_requests_for_longer_where_workers_start_for_them(
+    fewest: int, seconds: float
+) -> None:
+    service = a_service(decode={"scaling": {"minReplicas": fewest, "maxReplicas": 2}})
+    (config_map,) = [
+        each for each in objects.shared(service, INSTALLATION) if each["kind"] == "ConfigMap"
+    ]
+    config = RouterConfig.model_validate_json(config_map["data"]["router.json"])
+    assert config.no_worker_timeout == seconds
+
+
 def test_a_router_is_ready_without_workers_and_leaves_slowly() -> None:
     template = objects.router_deployment(a_service(), INSTALLATION, 3)["spec"]["template"]
     (main,) = template["spec"]["containers"]
     assert main["readinessProbe"]["httpGet"]["path"] == "/health"
     assert main["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
     assert template["spec"]["terminationGracePeriodSeconds"] == 300 + 15 + 5
-    assert "--set=host=0.0.0.0" in main["args"]
+    assert "--set=host=*" in main["args"]
 
 
 def test_a_changed_router_configuration_restarts_routers_and_replicas_do_not() -> None:

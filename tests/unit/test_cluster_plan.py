@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from helpers.simulated_cluster import INSTALLATION, Simulation, service, takes_requests
 from kvasir.operator.cluster.difference import projection
 from kvasir.operator.cluster.drain import Drain, shrink
+from kvasir.operator.cluster.faults import Fault
 from kvasir.operator.cluster.observed import (
     APPLIED_REPLICAS,
+    ROLLOUT_MINIMUM,
     Deployment,
-    Fault,
     Fleet,
     Observed,
     Pod,
@@ -45,7 +46,10 @@ def test_an_empty_namespace_gets_everything_at_once() -> None:
     assert sizes == {"router": 1, "prefill": 1, "decode": 3}
     pools = {item["spec"]["role"]: item for item in objects_of(plan, "WorkerPool")}
     assert pools["decode"]["spec"]["replicas"] == 3
-    assert pools["decode"]["metadata"]["annotations"] == {APPLIED_REPLICAS: "3"}
+    assert pools["decode"]["metadata"]["annotations"] == {
+        APPLIED_REPLICAS: "3",
+        ROLLOUT_MINIMUM: "0",
+    }
     assert (plan.drains, plan.resize, plan.delete) == (Drain(), (), ())
     # What pods need is there before them.
     kinds = [item["kind"] for item in plan.apply]
@@ -470,7 +474,7 @@ BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
     ],
 )
 def test_why_a_pod_does_not_become_ready(item: dict[str, Any], fault: Fault | None) -> None:
-    (seen,) = observe([item]).pods
+    (seen,) = observe([item], "s").pods
     assert seen.fault == fault
     assert seen.deployment == "s-decode-abc"
 
@@ -478,7 +482,7 @@ def test_why_a_pod_does_not_become_ready(item: dict[str, Any], fault: Fault | No
 def test_a_drain_time_that_somebody_spoiled_counts_as_none() -> None:
     item = pod()
     item["metadata"]["annotations"] = {"kvasir.dev/draining-since": "yesterday"}
-    (seen,) = observe([item]).pods
+    (seen,) = observe([item], "s").pods
     assert seen.draining_since is None
 
 

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from helpers.simulated_cluster import INSTALLATION, Simulation, service
-from kvasir.operator.cluster.observed import Deployment, Fault, Observed, Pod
+from kvasir.operator.cluster.faults import Fault
+from kvasir.operator.cluster.names import WORKER_ROLES
+from kvasir.operator.cluster.observed import Deployment, Observed, Pod, Pool
 from kvasir.operator.cluster.plan import next_step
 from kvasir.operator.cluster.status import (
     Event,
@@ -150,6 +152,69 @@ def test_a_prefill_worker_is_needed_where_the_spec_says_always() -> None:
     told = status(pod("router"), pod("decode"), spec={"disaggregation": {"mode": "always"}})
     assert reasons(told)["Available"] == ("False", "NotReady")
     assert message(told, "Available") == "No prefill pod is ready."
+
+
+ZERO = {"scaling": {"minReplicas": 0, "maxReplicas": 2}}
+
+
+def asleep_or_starting(*pods: Pod, wanted: dict[str, int], **spec: Any) -> ModelServiceStatus:
+    """Of a service whose pools may be empty, with what they ask for now."""
+    scaled = service(prefill=ZERO, decode=ZERO, **spec)
+    pools = tuple(Pool(role, wanted[role], "scaling") for role in WORKER_ROLES)
+    deployments = tuple(
+        Deployment(DEPLOYMENTS[role], role, replicas=wanted[role]) for role in WORKER_ROLES
+    )
+    observed = Observed({}, deployments=deployments, pods=pods, pools=pools)
+    plan = next_step(scaled, INSTALLATION, observed, NOW)
+    return service_status(scaled, observed, plan, SEEN)
+
+
+def test_a_service_that_is_scaled_to_zero_is_ready() -> None:
+    told = asleep_or_starting(pod("router"), wanted={"prefill": 0, "decode": 0})
+    assert reasons(told) == {
+        "Ready": ("True", "ScaledToZero"),
+        "Available": ("True", "ScaledToZero"),
+        "Progressing": ("False", "Complete"),
+        "Degraded": FINE,
+    }
+    assert message(told, "Ready") == (
+        "No decode pod runs since no request came; one starts for the next. "
+        "Routers hold requests until one is ready."
+    )
+    assert {event.type for event in transitions({}, told)} == {"Normal"}
+
+
+def test_a_service_that_is_scaled_to_zero_needs_its_router() -> None:
+    told = asleep_or_starting(wanted={"prefill": 0, "decode": 0})
+    assert reasons(told)["Available"] == ("False", "NotReady")
+    assert message(told, "Available") == "No router pod is ready."
+    assert reasons(told)["Ready"] == ("False", "Starting")
+
+
+def test_a_worker_that_starts_from_zero_has_to_show_that_it_works() -> None:
+    starting = pod("router"), pod("decode", ready=False)
+    told = asleep_or_starting(*starting, wanted={"prefill": 0, "decode": 1})
+    assert reasons(told)["Available"] == ("False", "StartingFromZero")
+    assert reasons(told)["Ready"] == ("False", "Scaling")
+    assert {event.type for event in transitions({}, told)} == {"Normal"}
+    homeless = pod("router"), pod("decode", ready=False, fault=NO_PLACE)
+    told = asleep_or_starting(*homeless, wanted={"prefill": 0, "decode": 1})
+    assert reasons(told)["Available"] == ("False", "Unschedulable")
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_without_prefill_workers_decode_workers_compute_prompts(mode: str) -> None:
+    pods = pod("router"), pod("decode")
+    told = asleep_or_starting(
+        *pods, wanted={"prefill": 0, "decode": 1}, disaggregation={"mode": mode}
+    )
+    assert reasons(told)["Ready"] == ("True", "AllReady")
+    assert reasons(told)["Available"] == ("True", "Serving")
+
+
+def test_a_pool_that_somebody_set_to_zero_is_not_ready() -> None:
+    told = status(pod("router"), pod("prefill"), spec={"decode": {"replicas": 0}})
+    assert reasons(told)["Ready"] == ("False", "NotReady")
 
 
 def test_messages_name_the_object_and_the_cause() -> None:

@@ -128,7 +128,7 @@ def test_the_walk_sees_the_fields() -> None:
     paths = {path for _, path, _ in SPEC_FIELDS}
     assert len(paths) > 60
     assert ("prefill", "resources", "limits", "*") in paths
-    assert ("router", "scaling", "maxReplicas") in paths
+    assert ("decode", "scaling", "maxReplicas") in paths
 
 
 @fields

@@ -54,11 +54,13 @@ class Rig:
         self.failed = threading.Event()
         self.now = 0.0
         self.clock_reads = 0
+        self.seconds = 0.0
         self.engine = Engine(
             Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, **settings)),  # type: ignore[arg-type]  # by name
             self.runner,
             self.listener,
             clock=self._clock,
+            stopwatch=lambda: self.seconds,
             on_fatal=self._on_fatal,
         )
 
@@ -171,6 +173,43 @@ def test_refusals(make_rig: Callable[..., Rig]) -> None:
 
 
 @pytest.mark.parametrize("work", list(Work))
+def test_the_load_tells_of_a_request_from_its_acceptance_on(
+    make_rig: Callable[..., Rig], work: Work
+) -> None:
+    rig, sink = make_rig(), Recorder()
+    rig.runner.gate.clear()
+    rig.submit(make_request("busy", range(3), 9), sink)
+    assert rig.runner.entered.wait(WAIT_SECONDS)
+    assert (rig.engine.load().running, rig.engine.load().waiting) == (0, 1)
+    rig.submit(make_request("a", range(7), 9, output_ids=(5,), work=work), sink)
+    load = rig.engine.load()
+    assert (load.running, load.waiting, load.queued_prefill_tokens) == (0, 2, 3 + 8)
+    rig.runner.gate.set()
+    sink.wait_finished("busy")
+    rig.engine.abort("a")
+    rig.settle()
+    assert any((load.running, load.waiting) == (2, 0) for load in rig.listener.loads)
+
+
+def test_the_time_with_work_is_counted_also_within_a_step(make_rig: Callable[..., Rig]) -> None:
+    rig, sink = make_rig(), Recorder()
+    rig.seconds = 5.0
+    assert (rig.engine.load().busy_seconds, rig.engine.turn_seconds) == (0.0, 0.0)
+    rig.runner.gate.clear()
+    rig.submit(make_request("a", range(3), 1), sink)
+    assert rig.runner.entered.wait(WAIT_SECONDS)
+    rig.seconds = 7.0
+    assert (rig.engine.load().busy_seconds, rig.engine.turn_seconds) == (2.0, 2.0)
+    rig.runner.gate.set()
+    sink.wait_finished("a")
+    rig.settle()
+    assert rig.snapshot().result(WAIT_SECONDS) is not None
+    rig.engine.stop()
+    rig.seconds = 9.0
+    assert (rig.engine.load().busy_seconds, rig.engine.turn_seconds) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("work", list(Work))
 def test_an_abort_in_the_middle_frees_everything(make_rig: Callable[..., Rig], work: Work) -> None:
     rig, sink = make_rig(max_batched_tokens=4), Recorder()
     rig.runner.gate.clear()
@@ -232,11 +271,14 @@ def test_kv_events_are_numbered_and_a_snapshot_fits_them(make_rig: Callable[...,
 def test_a_snapshot_has_its_place_among_the_events(make_rig: Callable[..., Rig]) -> None:
     rig, sink = make_rig(num_blocks=12), Recorder()
     told: list[tuple[int, int]] = []
+    all_told = threading.Event()
 
     def tell(sequence: int, _hashes: list[bytes]) -> None:
         told.append((sequence, rig.listener.sequence))
         if len(told) < 60:
             rig.engine.snapshot(tell)
+        else:
+            all_told.set()
 
     rig.runner.gate.clear()
     for i in range(60):
@@ -245,7 +287,7 @@ def test_a_snapshot_has_its_place_among_the_events(make_rig: Callable[..., Rig])
     rig.runner.gate.set()
     sink.wait_finished(*(f"r{i}" for i in range(60)))
     rig.settle()
-    assert len(told) == 60
+    assert all_told.wait(WAIT_SECONDS)
     assert all(contained == delivered for contained, delivered in told)
     assert len({contained for contained, _ in told}) > 1
 

@@ -29,27 +29,45 @@ def member(name: str, files: dict[str, bytes] | None) -> Member:
     return Member(name, "", link, info=info, group=group_of(info))
 
 
-def settle(model: FleetModel, member: Member) -> None:
-    assert member.group is not None
-    model.settle(member, member.group)
+def served(model: FleetModel) -> str | None:
+    model.settle()
+    card = model.card()
+    return None if card is None else card.name
 
 
-def test_the_first_model_is_served_until_nobody_has_it() -> None:
+def test_the_first_model_is_served_until_only_another_takes_requests() -> None:
     a, b = member("a", FILES_A), member("b", FILES_B)
     members = {"a": a}
     model = FleetModel(members)
-    assert model.card() is None
-    settle(model, a)
+    assert served(model) == "a"
     members["b"] = b
-    settle(model, b)
-    card = model.card()
-    assert card is not None
-    assert card.name == "a"
+    assert served(model) == "a"
+    a.silent = True
+    assert served(model) == "a", "what is lost may come back"
+    a.draining = b.draining = True
+    assert served(model) == "a", "there is no other"
+    b.draining = False
+    assert served(model) == "b"
+    a.draining = False
+    assert served(model) == "b"
+    b.role = "prefill"
+    assert served(model) == "a", "b alone can serve nothing"
     del members["a"]
-    settle(model, b)
-    card = model.card()
-    assert card is not None
-    assert card.name == "b"
+    assert served(model) == "b"
+
+
+def test_who_is_not_used_is_told_why() -> None:
+    a, b = member("a", FILES_A), member("b", FILES_B)
+    model = FleetModel({"a": a, "b": b})
+    assert a.group is not None
+    assert b.group is not None
+    assert (model.objection(a.group), model.objection(b.group)) == ("", "")
+    model.settle()
+    assert model.objection(a.group) == ""
+    assert model.objection(b.group) == "has model 'b'; this router serves 'a'"
+    other_tokenizer = replace(a.group, tokenizer_hash="b")
+    assert "another tokenizer" in model.objection(other_tokenizer)
+    assert model.objection(replace(a.group, revision="r2")) == ""
 
 
 async def test_files_are_never_kept_under_another_model_s_hash() -> None:
@@ -57,18 +75,18 @@ async def test_files_are_never_kept_under_another_model_s_hash() -> None:
     a, b = member("a", None), member("b", FILES_B)
     members = {"a": a, "b": b}
     model = FleetModel(members)
-    settle(model, a)
+    model.settle()
 
     async def leave() -> None:
         del members["a"]
-        settle(model, b)
+        model.settle()
 
     a.link.fetch_tokenizer = leave  # type: ignore[method-assign] # a worker that leaves
     assert await model.tokenizer_files() is None
     assert await model.tokenizer_files() == FILES_B
     members.clear()
-    members["a"] = again = member("a", FILES_A)
-    settle(model, again)
+    members["a"] = member("a", FILES_A)
+    model.settle()
     assert await model.tokenizer_files() == FILES_A
 
 

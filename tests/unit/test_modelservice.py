@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -213,7 +213,16 @@ INVALID_SPECS = [
         "spec.decode.accelerator.resourceName",
         "'gpu' is not an extended resource",
     ),
-    ("router: {scaling: {minReplicas: 0, maxReplicas: 1}}", "spec.router.scaling.minReplicas", "1"),
+    (
+        "router: {scaling: {minReplicas: 1, maxReplicas: 2}}",
+        "spec.router.scaling",
+        "it belongs at spec.prefill.scaling or spec.decode.scaling",
+    ),
+    (
+        "decode: {scaling: {minReplicas: 1, maxReplicas: 2, stabilizationWindow: 1s}}",
+        "spec.decode.scaling.stabilizationWindow",
+        "10s",
+    ),
     ("decode: {resources: {limits: {cpu: 0.5}}}", "spec.decode.resources.limits.cpu", '"0.5"'),
     ("decode: {resources: {limits: {cpu: -1}}}", "spec.decode.resources.limits.cpu", "amount"),
     ("decode: {resources: {limits: {cpu: x}}}", "spec.decode.resources.limits.cpu", "amount"),
@@ -340,6 +349,7 @@ PLACES = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(PLACES, VALUES)
 def test_any_value_anywhere_is_read_or_explained(place: str, value: object) -> None:
     document = yaml.safe_load(FULL)

@@ -95,11 +95,6 @@ def test_threads(cores: int, prefill: int, decode: int, threads: int) -> None:
             "spec.decode.scaling",
             "spec.decode.replicas",
         ),
-        (
-            "router: {scaling: {minReplicas: 1, maxReplicas: 2}}",
-            "spec.router.scaling",
-            "spec.router.replicas",
-        ),
         ("router: {replicas: 2}", "spec.router.replicas", "use 1"),
         ("decode: {replicas: 0}", "spec.decode.replicas", "1 or more"),
         ("decode: {replicas: 32}", "spec.prefill.replicas, spec.decode.replicas", "at most 32"),

@@ -64,6 +64,8 @@ def test_what_a_worker_really_exports() -> None:
         kv_blocks_used=10,
         prefix_query_tokens=9000,
         prefix_hit_tokens=4000,
+        prefill_tokens=4800,
+        busy_seconds=2.5,
     )
     metrics = WorkerMetrics("m", CacheConfig(16, 40, prefix_caching=True), lambda: load)
     metrics.first_token(0.3)
@@ -84,6 +86,8 @@ def test_what_a_worker_really_exports() -> None:
         queued_prefill_tokens=700,
         prompt_tokens=9000,
         cached_tokens=4000,
+        prefill_tokens=4800,
+        busy_seconds=2.5,
     )
 
 
@@ -91,20 +95,19 @@ def test_what_a_router_really_exports() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     text = generate_latest(registry).decode()
-    assert router_sample(text) == RouterSample(NOW, Missing.ABSENT, 0.0)
+    assert router_sample(text) == RouterSample(NOW, 0.0, 0.0, 0.0)
+    with metrics.held(("decode",)), metrics.held(("prefill", "decode")):
+        held = router_sample(generate_latest(registry).decode())
+    assert (held.held_for_decode, held.held_for_prefill) == (2.0, 1.0)
     metrics.disaggregated.labels("remote").inc(9)
     assert router_sample(generate_latest(registry).decode()).without_prefill == 0.0
     metrics.disaggregated.labels("local_no_worker").inc(2)
     assert router_sample(generate_latest(registry).decode()).without_prefill == 2.0
 
 
-def test_held_requests() -> None:
-    assert router_sample("kvasir_router_held_requests 4\n").held_requests == 4.0
-
-
 def test_nothing_exported_is_absent_and_not_zero() -> None:
     assert worker_sample("") == WorkerSample(NOW)
-    assert router_sample("") == RouterSample(NOW, Missing.ABSENT, Missing.ABSENT)
+    assert router_sample("") == RouterSample(NOW)
 
 
 @pytest.mark.parametrize(
@@ -337,3 +340,18 @@ def test_busy_intervals() -> None:
         (0.0, 0.0),
     ]
     assert list(busy_intervals(samples, 20.0, SETTINGS)) == [(30.0, 5.0), (0.0, 0.0)]
+
+
+def test_busy_intervals_as_the_worker_counts_them() -> None:
+    def sample(time: float, tokens: float, busy: float) -> WorkerSample:
+        counted = at(time, prefill_tokens=tokens, busy_seconds=busy)
+        estimated = {"queued_prefill_tokens": 5.0, "prompt_tokens": 9 * time, "cached_tokens": 0.0}
+        return replace(counted, **estimated)  # type: ignore[arg-type]  # names differ in type
+
+    samples = (
+        sample(0, 1000, 3),
+        sample(10, 1400, 5),
+        sample(20, 100, 0.5),  # began anew
+        replace(sample(30, 100, 0.5), busy_seconds=Missing.ABSENT),  # estimated instead
+    )
+    assert list(busy_intervals(samples, 0.0, SETTINGS)) == [(400, 2), (100, 0.5), (90, 10)]

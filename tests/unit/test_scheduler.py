@@ -628,6 +628,7 @@ def test_load_counts_what_is_queued() -> None:
         kv_blocks_used=3,
         prefix_query_tokens=10,
         kv=KvUsage(filled=4, reserved=6, internal=2, table_entries=3),
+        prefill_tokens=4,
     )
 
 

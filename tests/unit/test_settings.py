@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvasir.proto.process import override_settings
-from kvasir.router.main import StartError as RouterStartError
-from kvasir.router.main import read_config as read_router_config
-from kvasir.worker.main import StartError as WorkerStartError
-from kvasir.worker.main import read_config as read_worker_config
+from kvasir.proto.startup import StartError, read_config
+from kvasir.router.config import RouterConfig
+from kvasir.worker.config import WorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -43,19 +42,19 @@ def test_both_processes_validate_what_is_set(tmp_path: Path) -> None:
     worker, router = tmp_path / "worker.json", tmp_path / "router.json"
     worker.write_text('{"worker_id": "w", "port": 1}')
     router.write_text('{"workers_file": "w"}')
-    config = read_worker_config(worker, ["worker_id=pod-1", "host=10.0.0.1"])
+    config = read_config(WorkerConfig, worker, ["worker_id=pod-1", "host=10.0.0.1"])
     assert (config.worker_id, config.host, config.port) == ("pod-1", "10.0.0.1", 1)
-    assert read_router_config(router, ["port=9"]).port == 9
-    with pytest.raises(WorkerStartError, match="colour: no such setting"):
-        read_worker_config(worker, ["colour=1"])
-    with pytest.raises(RouterStartError, match="port"):
-        read_router_config(router, ["port=70000"])
+    assert read_config(RouterConfig, router, ["port=9"]).port == 9
+    with pytest.raises(StartError, match="colour: no such setting"):
+        read_config(WorkerConfig, worker, ["colour=1"])
+    with pytest.raises(StartError, match="port"):
+        read_config(RouterConfig, router, ["port=70000"])
 
 
 def test_a_setting_without_a_key_or_value_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")
-    with pytest.raises(WorkerStartError, match=r"^--set 'port' is not KEY=VALUE$"):
-        read_worker_config(path, ["port"])
-    with pytest.raises(RouterStartError, match=r"^--set '=1' is not KEY=VALUE$"):
-        read_router_config(path, ["=1"])
+    with pytest.raises(StartError, match=r"^--set 'port' is not KEY=VALUE$"):
+        read_config(WorkerConfig, path, ["port"])
+    with pytest.raises(StartError, match=r"^--set '=1' is not KEY=VALUE$"):
+        read_config(RouterConfig, path, ["=1"])

@@ -72,6 +72,23 @@ def never_ready(process: Process, crashes: int) -> Observed:
         pytest.param(
             (DECODE,), [never_ready(DECODE, 4)], 99, [Start("d")], id="four starts in vain"
         ),
+        pytest.param(
+            ALL,
+            [running(PREFILL), replace(running(DECODE), failed_checks=2), running(ROUTER)],
+            99,
+            [],
+            id="two failed checks may be bad luck",
+        ),
+        pytest.param(
+            ALL,
+            [running(PREFILL), replace(running(DECODE), failed_checks=3), running(ROUTER)],
+            99,
+            [Kill("d")],
+            id="hung",
+        ),
+        pytest.param(
+            (), [replace(running(DECODE), failed_checks=3)], 99, [Stop("d")], id="hung at the end"
+        ),
         pytest.param((DECODE,), [never_ready(DECODE, 5)], 11, [Fail("d")], id="a fifth in vain"),
         pytest.param(
             (DECODE,), [exited(DECODE, at=10, crashes=9)], 99, [Start("d")], id="it once worked"

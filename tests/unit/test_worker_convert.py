@@ -356,7 +356,11 @@ def test_events_keep_their_order_and_kind() -> None:
 
 
 def test_every_number_of_a_load_is_reported() -> None:
-    told_otherwise = {"kv", "drafts", "draft_tokens", "accepted_tokens"}  # below; metrics alone
+    metrics_alone = {
+        *("drafts", "draft_tokens", "accepted_tokens"),
+        *("prefill_tokens", "busy_seconds"),
+    }
+    told_otherwise = metrics_alone | {"kv"}
     fields = [name for name in Load.__dataclass_fields__ if name not in told_otherwise]
     load = Load(
         **{name: index for index, name in enumerate(fields, 1)}, kv=KvUsage(101, 102, 103, 104, 105)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvasir.proto.process import LineFormatter, StateFile, join_host_port
+from kvasir.proto.startup import StartError, read_config
 from kvasir.proto.v1 import engine_pb2 as pb
-from kvasir.worker.main import StartError, read_config
+from kvasir.worker.config import WorkerConfig
 from kvasir.worker.service.bridge import LoopBridge
 from kvasir.worker.service.identity import WorkerIdentity, tokenizer_hash
 from kvasir.worker.service.outbound import Outbound
@@ -174,12 +175,12 @@ def test_a_bad_config_is_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(StartError, match=words):
-        read_config(path)
+        read_config(WorkerConfig, path)
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="No such file"):
-        read_config(tmp_path / "none.json")
+        read_config(WorkerConfig, tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(

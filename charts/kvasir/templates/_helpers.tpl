@@ -47,6 +47,7 @@ readOnlyRootFilesystem: true
 runAsNonRoot: true
 runAsUser: 65532
 runAsGroup: 65532
+fsGroup: 65532
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
@@ -72,6 +73,10 @@ seccompProfile:
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]
+# Workers that span nodes, where the cluster has this API.
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [get, list, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]

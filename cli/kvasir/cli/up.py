@@ -23,7 +23,14 @@ from kvasir.cli.console import output
 from kvasir.cli.errors import InvalidInput
 from kvasir.operator.local.machine import this_machine
 from kvasir.operator.local.ports import choose_port
-from kvasir.operator.local.runtime import Event, Exited, Failed, LocalRuntime, PhaseChanged
+from kvasir.operator.local.runtime import (
+    Event,
+    Exited,
+    Failed,
+    Hung,
+    LocalRuntime,
+    PhaseChanged,
+)
 from kvasir.operator.local.state import AlreadyRunningError, StateDirectory, state_root
 from kvasir.operator.manifest import ManifestError, load
 from kvasir.operator.modelservice import ModelService
@@ -142,6 +149,8 @@ class Reporter:
                     self._say(f"{process_id}: {phase}{detail and ', '}{detail}")
             case Exited(id=process_id, restart_in=float(delay)):
                 self._say(f"{process_id} {_why(event)}; starting it again in {delay:g} s")
+            case Hung(id=process_id):
+                self._say(f"{process_id} does not answer its health check any more; killed")
             case Failed():
                 self._failed(event)
             case Exited(id=process_id, exit_code=code) if code not in _ORDERLY:

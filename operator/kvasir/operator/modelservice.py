@@ -138,9 +138,15 @@ class Scaling(Strict):
     )
 
     min_replicas: Replicas
-    """Fewest replicas; 0 lets an idle service use none."""
+    """Fewest replicas; 0 lets an idle pool have none. Routers hold requests that come then until a
+    worker is started for them."""
     max_replicas: Annotated[int, Field(ge=1, le=1024)]
     """Most replicas."""
+    stabilization_window: Annotated[float, Duration("10s", "24h")] = Field(
+        default="300s", validate_default=True
+    )
+    """How long fewer replicas must have been enough before one is taken away. More are added at
+    once."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "Scaling":
@@ -150,7 +156,8 @@ class Scaling(Strict):
 
 
 class Parallelism(Strict):
-    """How one worker's model is spread over accelerators."""
+    """How one worker's model is spread over accelerators: tensor times pipeline ranks, one on each.
+    More of them than accelerator.count make a worker span nodes, as several pods."""
 
     tensor: Annotated[int, Field(ge=1, le=1024)] = 1
     """Ranks that share each layer."""
@@ -168,19 +175,34 @@ class Resources(Strict):
 
 
 class Accelerator(Strict):
-    """Accelerators of each worker: an extended resource of Kubernetes, of any vendor."""
+    """Accelerators of each pod: an extended resource of Kubernetes, of any vendor."""
 
     resource_name: ResourceName
     """DOMAIN/NAME, as the device plugin names the resource."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
-    """Accelerators for each worker."""
+    """Accelerators of each pod. A worker with more ranks than that takes several pods, which needs
+    LeaderWorkerSet in the cluster."""
+
+
+class _Replicated(Strict):
+    """Replicas, and the overlay on their pods."""
+
+    replicas: Replicas | None = None
+    """How many there are. Left out: 1, or what scaling decides."""
+    resources: Resources | None = None
+    template: dict[str, Any] | None = None
+    """Overlay on the pods: fields of a pod template, merged into the operator's own."""
+
+    @property
+    def initial_replicas(self) -> int:
+        return 1 if self.replicas is None else self.replicas
 
 
 _TWO_SOURCES_OF_REPLICAS = "replicas and scaling exclude each other; remove one of the two"
 
 
-class _Replicated(Strict):
-    """Replicas, fixed or scaled, and the overlay on their pods."""
+class Role(_Replicated):
+    """A pool of workers with one role."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -188,15 +210,12 @@ class _Replicated(Strict):
         )
     )
 
-    replicas: Replicas | None = None
-    """How many there are. Left out: 1, or what scaling decides."""
     scaling: Scaling | None = None
-    resources: Resources | None = None
-    template: dict[str, Any] | None = None
-    """Overlay on the pods: fields of a pod template, merged into the operator's own."""
+    parallelism: Parallelism = Parallelism()
+    accelerator: Accelerator | None = None
 
     @model_validator(mode="after")
-    def _one_source_of_replicas(self) -> "_Replicated":
+    def _one_source_of_replicas(self) -> "Role":
         if self.replicas is not None and self.scaling is not None:
             raise refuse(_TWO_SOURCES_OF_REPLICAS)
         return self
@@ -204,30 +223,16 @@ class _Replicated(Strict):
     @property
     def initial_replicas(self) -> int:
         if self.scaling is not None:
-            return self.scaling.min_replicas
-        return 1 if self.replicas is None else self.replicas
-
-
-class Role(_Replicated):
-    """A pool of workers with one role."""
-
-    parallelism: Parallelism = Parallelism()
-    accelerator: Accelerator | None = None
-
-
-class RouterScaling(Scaling):
-    """Bounds within which the number of routers follows the load."""
-
-    min_replicas: Annotated[int, Field(ge=1, le=1024)]
-    """Fewest routers; at least 1, since a router holds requests while workers start."""
+            # A service that scales to zero still shows once, by a first worker, that it works.
+            return max(1, self.scaling.min_replicas)
+        return super().initial_replicas
 
 
 class Router(_Replicated):
     """The routers, which take requests over HTTP and send them to workers."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """How many there are. Left out: 1, or what scaling decides."""
-    scaling: RouterScaling | None = None
+    """How many there are; they do not follow the load. Left out: 1."""
 
 
 class Objectives(Strict):

@@ -144,9 +144,7 @@ def _problems(service: ModelService, machine: Machine) -> Iterator[str]:
         yield _unavailable("engine.type", spec.engine.type, "native")
     yield from _role_problems("prefill", spec.prefill)
     yield from _role_problems("decode", spec.decode)
-    if spec.router.scaling is not None:
-        yield _no_scaling("router")
-    elif spec.router.initial_replicas != 1:
+    if spec.router.initial_replicas != 1:
         yield _unavailable("router.replicas", spec.router.initial_replicas, "1")
     if spec.decode.scaling is None and spec.decode.initial_replicas == 0:
         yield "spec.decode.replicas: 0 leaves nothing that could answer; use 1 or more"
@@ -155,7 +153,7 @@ def _problems(service: ModelService, machine: Machine) -> Iterator[str]:
 
 def _role_problems(role: str, spec: Role) -> Iterator[str]:
     if spec.scaling is not None:
-        yield _no_scaling(role)
+        yield f"spec.{role}.scaling: not available on the local runtime; use spec.{role}.replicas"
     for name, size in spec.parallelism.model_dump().items():
         if size != 1:
             yield _unavailable(f"{role}.parallelism.{name}", size, "1")
@@ -179,10 +177,6 @@ def _size_problems(service: ModelService, machine: Machine) -> Iterator[str]:
 
 def _unavailable(field: str, value: object, instead: str) -> str:
     return f"spec.{field}: {value} is not available on the local runtime; use {instead}"
-
-
-def _no_scaling(role: str) -> str:
-    return f"spec.{role}.scaling: not available on the local runtime; use spec.{role}.replicas"
 
 
 def _notes(service: ModelService) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
     signals --needs of each signal--> needed --bounds, stabilization, pods on their way--> Decision
 
-``decide`` takes what the previous call left and returns what the next one needs; that state goes
-through JSON, so that a restarted operator continues. Invariants:
+``decide`` takes what the previous call left and returns what the next one needs. That state is
+never stored: an operator that starts knows nothing of the past, and what is not known never takes
+a worker away, so that it watches a whole window before its first step down. Invariants:
 
 - ``desired`` is within the bounds, whatever the signals say.
 - Up at once, to the highest of all needs. Down one by one, to what was enough for the whole
@@ -110,12 +111,12 @@ def _step(
 def _no_more(replicas: Replicas, start: int) -> _Step:
     """How far a role may grow at once: new pods help only when they are ready."""
     if replicas.unschedulable:
-        return _Step(
-            start, "pending", f"{replicas.unschedulable} cannot be scheduled, nor could more"
-        )
+        pods = "pod" if replicas.unschedulable == 1 else "pods"
+        limit = f"{replicas.unschedulable} {pods} cannot be scheduled, so none is added"
+        return _Step(start, "pending", limit)
     ready = len(replicas.ready)
     most = max(2 * ready, ready + 2, start)
-    return _Step(most, "pending", f"only {ready} ready, and it at most doubles until more are")
+    return _Step(most, "pending", f"only {ready} are ready, and it at most doubles until more are")
 
 
 def _not_lower(state: ScaleState, signals: RoleSignals, now: float, settings: Settings) -> str:
@@ -128,7 +129,7 @@ def _not_lower(state: ScaleState, signals: RoleSignals, now: float, settings: Se
     if observed < window:
         return f"it has been watched for {observed:.0f} s of {window:.0f} s"
     if signals.replicas.draining:
-        return f"{signals.replicas.draining} still draining"
+        return f"{signals.replicas.draining} still drain"
     if state.changed is not None and now - state.changed < settings.down_interval:
         return f"the last change was {now - state.changed:.0f} s ago"
     return ""
@@ -155,7 +156,9 @@ def _sentence(signals: RoleSignals, needed: Needed, step: _Step) -> str:
         listed = [f"{pod} ({text})" for pod, text in sorted(needed.problems.items())]
         more = len(listed) - _MOST_PROBLEMS
         rest = [f"{more} more"] if more > 0 else []
-        clauses.append(f"not all is known of {', '.join(listed[:_MOST_PROBLEMS] + rest)}")
+        effect = ", and what they hide counts as load" if needed.guarded else ""
+        named = ", ".join(listed[:_MOST_PROBLEMS] + rest)
+        clauses.append(f"some metrics cannot be used{effect}: {named}")
     return f"{head}: {'; '.join(clauses)}."
 
 

@@ -22,6 +22,8 @@ KV_USAGE = "vllm:kv_cache_usage_perc"
 QUEUED_PREFILL_TOKENS = "kvasir_worker_queued_prefill_tokens"
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
 CACHED_TOKENS = "vllm:prefix_cache_hits_total"
+PREFILL_TOKENS = "kvasir_worker_prefill_tokens_total"
+BUSY_SECONDS = "kvasir_worker_busy_seconds_total"
 TTFT = "vllm:time_to_first_token_seconds"
 ITL = "vllm:inter_token_latency_seconds"
 HELD_REQUESTS = "kvasir_router_held_requests"
@@ -57,7 +59,9 @@ class WorkerSample:
 
     ``time`` is when it was taken, in seconds of the caller's clock. ``kv_usage`` is the part of
     the KV blocks in use, 0 to 1. ``prompt_tokens`` and ``cached_tokens`` count since the worker
-    began: tokens of admitted prompts, and those of them found in the prefix cache.
+    began: tokens of admitted prompts, and those of them found in the prefix cache. So do
+    ``prefill_tokens``, the prompt tokens that it computed, and ``busy_seconds``; other engines
+    than our own lack these two.
     """
 
     time: float
@@ -69,18 +73,23 @@ class WorkerSample:
     cached_tokens: Value = Missing.ABSENT
     ttft: Histogram | Missing = Missing.ABSENT
     itl: Histogram | Missing = Missing.ABSENT
+    prefill_tokens: Value = Missing.ABSENT
+    busy_seconds: Value = Missing.ABSENT
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSample:
     """One scrape of one router.
 
-    ``held_requests`` wait because no worker can take them. ``without_prefill`` counts prompts
-    that a decode worker computed because there was no prefill worker.
+    ``held_for_decode`` are requests that wait because no worker can take them, and
+    ``held_for_prefill`` those among them that a prefill worker would serve as well.
+    ``without_prefill`` counts prompts that a decode worker computed because there was no prefill
+    worker.
     """
 
     time: float
-    held_requests: Value = Missing.ABSENT
+    held_for_decode: Value = Missing.ABSENT
+    held_for_prefill: Value = Missing.ABSENT
     without_prefill: Value = Missing.ABSENT
 
 
@@ -140,6 +149,8 @@ def parse_worker(text: str, time: float) -> WorkerSample | Unreadable:
         cached_tokens=_total(series.get(CACHED_TOKENS)),
         ttft=_histogram(series.get(f"{TTFT}_bucket")),
         itl=_histogram(series.get(f"{ITL}_bucket")),
+        prefill_tokens=_total(series.get(PREFILL_TOKENS)),
+        busy_seconds=_total(series.get(BUSY_SECONDS)),
     )
 
 
@@ -148,14 +159,19 @@ def parse_router(text: str, time: float) -> RouterSample | Unreadable:
     series = _read(text)
     if isinstance(series, Unreadable):
         return series
-    label, value = _NO_PREFILL_WORKER
     choices = series.get(DISAGGREGATED)
     without: Value = Missing.ABSENT
     if choices is not None:
         # A decision that was never made has no series yet, which does mean 0.
-        made = [one for one in choices if one.labels.get(label) == value]
+        made = _having(choices, *_NO_PREFILL_WORKER)
         without = _total(made) if made else 0.0
-    return RouterSample(time, _total(series.get(HELD_REQUESTS)), without)
+    held = series.get(HELD_REQUESTS, ())
+    return RouterSample(
+        time=time,
+        held_for_decode=_total(_having(held, "role", "decode")),
+        held_for_prefill=_total(_having(held, "role", "prefill")),
+        without_prefill=without,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +194,10 @@ def _read(text: str) -> dict[str, list[_Series]] | Unreadable:
     except (ValueError, IndexError) as error:
         return Unreadable(f"not Prometheus text: {error}")
     return series
+
+
+def _having(series: Iterable[_Series], label: str, value: str) -> list[_Series]:
+    return [one for one in series if one.labels.get(label) == value]
 
 
 def _usable(value: float) -> Value:

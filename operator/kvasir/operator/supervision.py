@@ -21,6 +21,9 @@ has never worked is not a crash that a restart mends."""
 _KILL_GRACE = 5.0
 """Seconds that a process has beyond its drain deadline to leave by itself."""
 
+MOST_FAILED_CHECKS = 3
+"""Health checks failed in a row after which a process is taken for hung: as a kubelet does."""
+
 EXIT_CONFIGURATION = 2
 """Exit code by which a process says that starting it again is no use."""
 
@@ -40,6 +43,8 @@ class Observed:
     ever_ready: bool = False
     """Whether this process, or an earlier one of its id, has said that it is ready."""
     stop_requested_at: float | None = None
+    failed_checks: int = 0
+    """In a row, until now."""
 
     @property
     def running(self) -> bool:
@@ -60,7 +65,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The drain deadline is over: SIGKILL."""
+    """The drain deadline is over, or it is hung and could drain nothing: SIGKILL."""
 
     id: str
 
@@ -123,6 +128,11 @@ def next_actions(
         Start(process.id) for process in desired if _is_due(observed.get(process.id), now)
     ]
     wanted = {process.id for process in desired}
+    actions += [
+        Kill(record.id)
+        for record in observed.values()
+        if record.running and record.id in wanted and record.failed_checks >= MOST_FAILED_CHECKS
+    ]
     surplus = [record for record in observed.values() if record.running and record.id not in wanted]
     routers_first = any(record.is_router for record in surplus)
     for record in surplus:

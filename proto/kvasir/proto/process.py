@@ -4,9 +4,11 @@ The state file is how a process tells whoever started it where it stands. It is 
 rename, so that a reader never sees half of it.
 """
 
+import errno
 import json
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -132,3 +134,23 @@ class StateFile:
 def join_host_port(host: str, port: int) -> str:
     """host:port; an IPv6 address goes into brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+EVERY_ADDRESS = "*"
+"""As a host to listen on: all addresses of the machine, whichever families it has."""
+
+
+def listen_everywhere(port: int) -> socket.socket:
+    """A listening TCP socket on all addresses: of IPv6 and IPv4, or of IPv4 where IPv6 is off.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    try:
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except ValueError:  # no socket of both families
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+    return socket.create_server(("0.0.0.0", port))

@@ -34,6 +34,9 @@ class Limits(BaseModel):
     max_messages: Annotated[int, Field(ge=1)] = 1024
     template_timeout: Annotated[float, Field(gt=0)] = 2.0
     """Rendering the chat template."""
+    head_timeout: Annotated[float, Field(gt=0)] = 15.0
+    """From the opening of a connection, or the first byte of a later request, to the end of a
+    request's head; beyond: the connection is closed."""
     body_timeout: Annotated[float, Field(gt=0)] = 30.0
     """From a request's head to the end of its body; beyond: 408."""
     write_timeout: Annotated[float, Field(gt=0)] = 60.0
@@ -68,7 +71,7 @@ class RouterConfig(BaseModel):
 
     router_id: Annotated[str, Field(min_length=1, max_length=253)] = "router-0"
     host: str = "127.0.0.1"
-    """Address to listen on. Loopback, so that nothing is reachable by accident."""
+    """Address to listen on; * for all. Loopback, so that nothing is reachable by accident."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     workers_file: Path | None = None
     """JSON that the operator keeps up to date: {"workers": [{"id": ..., "address": "host:port"}]}.

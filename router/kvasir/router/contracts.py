@@ -8,6 +8,7 @@ The dispatcher chooses workers, submits, replays after a loss; it knows no HTTP 
 """
 
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -122,7 +123,9 @@ class WorkerStatus:
     address: str
     role: str
     state: str
-    """connecting, ready, draining or lost."""
+    """connecting, ready, incompatible, draining or lost."""
+    reason: str = ""
+    """Why it is incompatible: what follows the worker's name in a sentence."""
     running: int = 0
     waiting: int = 0
     kv_blocks_total: int = 0
@@ -147,6 +150,11 @@ class Dispatcher(Protocol):
         Survives the loss of the worker: prompt and tokens so far are submitted to another
         one, and the caller sees one unbroken sequence of tokens.
         """
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """For a request that waits until there is a model: within it, the request counts as
+        waiting for a worker, as generations do by themselves."""
         ...
 
     def model(self) -> ModelCard | None:

@@ -137,7 +137,7 @@ class Decision(Enum):
 
     REMOTE = "remote"
     LOCAL_OFF = "local_off"
-    """Mode "never", or a request that a prefill worker cannot serve."""
+    """Mode "never", or a request that a prefill worker cannot, or is not to, serve."""
     LOCAL_CACHED = "local_cached"
     """Too little is uncached on the decode worker."""
     LOCAL_NO_WORKER = "local_no_worker"

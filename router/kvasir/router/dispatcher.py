@@ -4,18 +4,16 @@ async with running_dispatcher(config, registry) as dispatcher:
     async for event in dispatcher.generate(generation): ...
 """
 
-import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.router.config import RouterConfig
 from kvasir.router.contracts import (
-    Finished,
     Generation,
     GenerationEvent,
     ModelCard,
@@ -63,31 +61,25 @@ class FleetDispatcher:
     async def generate(self, generation: Generation) -> AsyncGenerator[GenerationEvent]:
         """Serve one generation; see contracts.Dispatcher."""
         if self._in_flight >= self._config.queue_limit:
-            self._metrics.generations.labels(Reason.QUEUE_FULL.name.lower()).inc()
             message = f"{self._in_flight} requests are in flight; try again later."
             yield Refused(Refusal(Reason.QUEUE_FULL, message), QUEUE_RETRY_AFTER)
             return
         serving = Serving(
             generation, self._config, self._fleet, self._placer, self._metrics, self._clock
         )
-        outcome: str | None = None
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
         try:
             async with aclosing(serving.events()) as events:
                 async for event in events:
-                    if isinstance(event, Finished):
-                        outcome = event.reason.value
-                    elif isinstance(event, Refused):
-                        outcome = event.refusal.reason.name.lower()
                     yield event
-        except (GeneratorExit, asyncio.CancelledError):
-            outcome = outcome or "client_gone"
-            raise
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
-            self._metrics.generations.labels(outcome or "internal").inc()
+
+    def held(self) -> AbstractContextManager[None]:
+        """See contracts.Dispatcher."""
+        return self._metrics.held(("decode",))
 
     def model(self) -> ModelCard | None:
         """The served model; None while no worker has ever been seen."""

@@ -7,7 +7,8 @@ Invariants
 - A worker that left its source, is withheld by it, drains, fell silent or lost its session
   is out of the pools before the next choice. What it still computes for us goes on.
 - A worker's index entries are those of its current epoch.
-- Workers with another model than the served one (fleet_model) are connected but never chosen.
+- Workers with another model than the served one (fleet_model) are connected but not chosen, and
+  say so (``Member.objection``).
 
 Must not: submit requests (dispatcher) or weigh costs (cost, placement).
 """
@@ -52,6 +53,8 @@ class Fleet:
     ) -> None:
         self.index = PrefixIndex(config.prefix_index_bytes, clock)
         self.pools = Pools()
+        self.quarantined: set[str] = set()
+        """Workers that have a request which may be what ends them: no second one is sent there."""
         self._config = config
         self._metrics = metrics
         self._clock = clock
@@ -95,6 +98,7 @@ class Fleet:
             self.set_workers(listed)
         now = self._clock()
         elapsed, self._last_tick = now - self._last_tick, now
+        self.model.settle()
         for member in self._members.values():
             silence = now - member.link.last_heard
             member.silent = silence > SUSPECT_SECONDS
@@ -122,6 +126,8 @@ class Fleet:
         for worker in wanted.values():
             member = self._members.get(worker.worker_id) or self._join(worker)
             member.withheld = not worker.accepts
+        self.model.settle()
+        for member in self._members.values():
             self.refresh(member)
 
     def _join(self, worker: WorkerAddress) -> Member:
@@ -141,6 +147,7 @@ class Fleet:
 
     def _part(self, member: Member) -> None:
         log.info("worker left worker=%s address=%s", member.worker_id, member.address)
+        member.withheld = True  # for those who still wait for what it has of them
         del self._members[member.worker_id]
         self.pools.remove(member.worker_id)
         self.index.remove_worker(member.worker_id)
@@ -161,16 +168,28 @@ class Fleet:
         """After any change of a member: its place and cost in the pools."""
         if member.group is None or self._members.get(member.worker_id) is not member:
             return
-        if not self.model.is_served(member.group):
+        objection = self.model.objection(member.group)
+        if objection and not member.objection:
+            log.warning("worker not used worker=%s: it %s", member.worker_id, objection)
+        member.objection = objection
+        if objection:
             self.pools.remove(member.worker_id)
             return
         standing = member.standing(self._clock())
         if self.pools.update(member.worker_id, member.group, standing, member.load):
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._announce()
+
+    def end_quarantine(self, worker_id: str) -> None:
+        """The worker's suspect has gone on, or is gone. Unknown ones are fine."""
+        self.quarantined.discard(worker_id)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def changed(self, patience: float) -> None:
-        """Wait until a worker becomes eligible, at most ``patience`` seconds."""
+        """Wait until a worker becomes eligible or its quarantine ends, at most ``patience`` s."""
         try:
             async with asyncio.timeout(patience):
                 await self._changed.wait()
@@ -223,7 +242,7 @@ class Fleet:
         member.silent = False
         member.breaker_until = 0.0
         member.load.report(0, 0)
-        self.model.settle(member, member.group)
+        self.model.settle()
         self.refresh(member)
 
     def closed(self, link: WorkerLink) -> None:

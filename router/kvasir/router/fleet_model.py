@@ -1,7 +1,7 @@
 """Which model a router serves: the choice among those of its workers, its card and tokenizer.
 
 Invariants
-- One model is served: the first one seen, as long as any listed worker has it.
+- One model is served: the first one seen, until other workers alone take requests.
 - Files that ``tokenizer_files`` gives are those of the model that ``card`` names at that moment.
 """
 
@@ -29,17 +29,26 @@ class FleetModel:
     def is_served(self, group: Group) -> bool:
         return self._served is not None and _same(group, self._served)
 
-    def settle(self, member: Member, group: Group) -> None:
-        """Serve this member's model if nobody listed has the one served so far."""
-        others = (m.group for m in self._members.values() if m is not member)
-        if not any(other is not None and self.is_served(other) for other in others):
-            self._served = group
-        if not self.is_served(group):
-            log.warning(
-                "worker has another model, not used worker=%s model=%s",
-                member.worker_id,
-                group.model,
-            )
+    def objection(self, group: Group) -> str:
+        """Why workers of this group are not used; empty if they are."""
+        if self._served is None or self.is_served(group):
+            return ""
+        if group.model != self._served.model:
+            return f"has model {group.model!r}; this router serves {self._served.model!r}"
+        return f"has another tokenizer than the model {group.model!r} that this router serves"
+
+    def settle(self) -> None:
+        """After any change among the members: serve another model if it is time to.
+
+        A worker that is only lost may come back; one that drains, or has left, does not count, and
+        neither does one that cannot decode where another one can.
+        """
+        staying = [m for m in self._members.values() if not m.is_leaving]
+        decoding = [m.group for m in staying if m.group is not None and m.role != "prefill"]
+        takers = decoding or [m.group for m in staying if m.group is not None]
+        if takers and not any(self.is_served(group) for group in takers):
+            self._served = takers[0]
+            log.info("serving model=%s", takers[0].model)
 
     def card(self) -> ModelCard | None:
         """The served model; what was last known while none of its workers is connected."""

@@ -5,26 +5,30 @@
 143 a second signal: stopped at once
 """
 
-import argparse
 import asyncio
 import errno
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from pydantic import ValidationError
 
 from kvasir.proto.process import (
-    SET_HELP,
+    EVERY_ADDRESS,
     StateFile,
     configure_logging,
     join_host_port,
-    override_settings,
+    listen_everywhere,
+)
+from kvasir.proto.startup import (
+    EXIT_KILLED,
+    StartError,
+    open_state_file,
+    parse_arguments,
+    read_config,
+    refuse_to_start,
 )
 from kvasir.router.api.app import build_app
 from kvasir.router.api.server import Runner
@@ -32,59 +36,22 @@ from kvasir.router.config import RouterConfig
 from kvasir.router.discovery import SourceError
 from kvasir.router.dispatcher import running_dispatcher
 
-_EXIT_UNUSABLE = 2
-_EXIT_KILLED = 143
+_PROGRAM = "kvasir-router"
 
 _log = logging.getLogger("kvasir.router")
 
 
-class StartError(Exception):
-    """Why the router cannot start; the message names the field or file, and the fix."""
-
-
 def main() -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="kvasir-router", description="Serve the OpenAI API in front of workers."
-    )
-    parser.add_argument("--config", type=Path, required=True, help="JSON of RouterConfig")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
-    parser.add_argument("--state-file", type=Path, help="where to say how far the start-up is")
-    args = parser.parse_args()
+    args = parse_arguments(_PROGRAM, "Serve the OpenAI API in front of workers.", RouterConfig)
     configure_logging()
     try:
-        config = read_config(args.config, args.set)
-        state = _open_state_file(args.state_file)
+        config = read_config(RouterConfig, args.config, args.settings)
+        state = open_state_file(args.state_file)
         asyncio.run(_serve(config, state))
     except (StartError, SourceError) as error:
-        print(f"kvasir-router: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
-        return _EXIT_UNUSABLE
+        return refuse_to_start(_PROGRAM, error)
     return 0
-
-
-def read_config(path: Path, settings: Sequence[str] = ()) -> RouterConfig:
-    """The file's settings with ``settings`` over them; StartError names each bad one."""
-    try:
-        document = override_settings(path.read_bytes(), settings)
-    except ValueError as error:
-        raise StartError(f"--set {error}") from error
-    except OSError as error:
-        raise StartError(f"--config {path}: {error.strerror}") from error
-    try:
-        return RouterConfig.model_validate_json(document)
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
-            for fault in error.errors(include_url=False, include_input=False)
-        )
-        raise StartError(f"--config {path}: {faults}") from error
-
-
-def _open_state_file(path: Path | None) -> StateFile:
-    try:
-        return StateFile(path)
-    except OSError as error:
-        raise StartError(f"--state-file {path}: {error.strerror}") from error
 
 
 async def _serve(config: RouterConfig, state: StateFile) -> None:
@@ -109,7 +76,10 @@ async def _serve(config: RouterConfig, state: StateFile) -> None:
 async def _listen(runner: web.AppRunner, config: RouterConfig) -> str:
     """Open the port; gives host:port."""
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        if config.host == EVERY_ADDRESS:
+            await web.SockSite(runner, listen_everywhere(config.port)).start()
+        else:
+            await web.TCPSite(runner, config.host, config.port).start()
     except OSError as error:
         where = f"cannot listen on host {config.host}, port {config.port}"
         if error.errno == errno.EADDRINUSE:
@@ -129,7 +99,7 @@ def _stop_on_signals() -> asyncio.Event:
         if stop.is_set():
             _log.warning("second signal, stopping at once signal=%s", number.name)
             logging.shutdown()
-            os._exit(_EXIT_KILLED)
+            os._exit(EXIT_KILLED)
         _log.info("stopping signal=%s", number.name)
         stop.set()
 

@@ -26,6 +26,8 @@ class Member:
     withheld: bool = False
     """Whether its source tells not to give it requests."""
     silent: bool = False
+    objection: str = ""
+    """Why it can serve nothing here, for as long as this router serves what it does."""
     breaker_until: float = 0.0
     report: pb.LoadReport = field(default_factory=pb.LoadReport)
 
@@ -34,18 +36,24 @@ class Member:
             role=self.role,
             connected=self.link.is_open,
             silent=self.silent,
-            draining=self.draining or self.withheld,
+            draining=self.is_leaving,
             breaker_open=now < self.breaker_until,
         )
 
     @property
+    def is_leaving(self) -> bool:
+        return self.draining or self.withheld
+
+    @property
     def state(self) -> str:
-        """connecting (never seen), ready, draining or lost."""
+        """connecting (never seen), ready, incompatible, draining or lost."""
         if self.info is None:
             return "connecting"
         if self.silent or not self.link.is_open:
             return "lost"
-        return "draining" if self.draining or self.withheld else "ready"
+        if self.is_leaving:
+            return "draining"
+        return "incompatible" if self.objection else "ready"
 
     def status(self) -> WorkerStatus:
         report = self.report
@@ -54,6 +62,7 @@ class Member:
             address=self.address,
             role=self.role if self.info is not None else "",
             state=self.state,
+            reason=self.objection,
             running=report.running,
             waiting=report.waiting,
             kv_blocks_total=report.kv_blocks_total,

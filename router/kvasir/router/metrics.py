@@ -1,32 +1,38 @@
 """The router core's Prometheus metrics, in a registry that the caller passes in.
 
-Label values are bounded: outcomes, states and decisions are closed sets, and the series of
+Label values are bounded: states and decisions are closed sets, and the series of
 a worker that has left are deleted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-STATES = ("connecting", "ready", "draining", "lost")
+HeldRole = Literal["prefill", "decode"]
+
+STATES = ("connecting", "ready", "incompatible", "draining", "lost")
 
 
 class RouterMetrics:
     """What the dispatcher and the fleet count."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.generations = Counter(
-            "kvasir_router_generations_total",
-            "Generations by outcome: finish reason, refusal reason (internal: also a defect of "
-            "the router), or client_gone.",
-            ["outcome"],
-            registry=registry,
-        )
         self.in_flight = Gauge(
             "kvasir_router_generations_in_flight",
             "Generations that wait for a worker or are being served.",
             registry=registry,
         )
+        self._held = Gauge(
+            "kvasir_router_held_requests",
+            "Generations, and requests before that, that wait for a worker to come, by the roles "
+            "that they need workers of; one with a long prompt counts for both.",
+            ["role"],
+            registry=registry,
+        )
+        for role in ("prefill", "decode"):
+            self._held.labels(role)
         self.replays = Counter(
             "kvasir_router_replays_total",
             "Submits of a generation again after its worker was lost.",
@@ -83,6 +89,17 @@ class RouterMetrics:
             ["worker"],
             registry=registry,
         )
+
+    @contextmanager
+    def held(self, roles: Sequence[HeldRole]) -> Iterator[None]:
+        """Counts a request as held while the block runs."""
+        for role in roles:
+            self._held.labels(role).inc()
+        try:
+            yield
+        finally:
+            for role in roles:
+                self._held.labels(role).dec()
 
     def count_workers(self, by_state: Mapping[str, int]) -> None:
         for state in STATES:

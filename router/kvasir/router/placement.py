@@ -18,6 +18,7 @@ from kvasir.router.cost import (
 )
 from kvasir.router.fleet import Fleet
 from kvasir.router.member import Member
+from kvasir.router.metrics import HeldRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Placer:
         *,
         began: Group | None,
         exclude: Container[str],
+        alone: bool,
     ) -> Placement | None:
         """Choose and charge. None: no eligible worker outside ``exclude``.
 
@@ -90,7 +92,8 @@ class Placer:
             wire_id: names this attempt.
             output_ids: tokens already given, computed like prompt tokens.
             began: group of the worker that gave them; None for a new request.
-            exclude: workers that have refused this generation.
+            exclude: workers that are not to decode it.
+            alone: without a prefill worker.
         """
         prompts: dict[int, _Prompt] = {}
         best: tuple[float, Group, str] | None = None
@@ -107,7 +110,9 @@ class Placer:
         _, group, worker = best
         prompt = prompts[group.block_size]
         decode = self._fleet.member(worker)
-        prefill, decision = self._prefill_worker(generation, group, decode, prompt)
+        prefill, decision = None, Decision.LOCAL_OFF
+        if not alone:
+            prefill, decision = self._prefill_worker(generation, group, decode, prompt)
         placement = Placement(
             wire_id, generation.group, group, decode, prefill, decision, prompt.chain
         )
@@ -115,6 +120,15 @@ class Placer:
         self._charge(placement, prompt)
         self.speculate(placement)
         return placement
+
+    def roles_of(self, generation: Generation) -> tuple[HeldRole, ...]:
+        """The roles whose workers would serve it if none had any of its prompt cached."""
+        settings, num_tokens = self._settings, len(generation.prompt_ids)
+        long = settings.mode == "auto" and num_tokens >= settings.min_uncached_tokens
+        alone = generation.sampling.prompt_logprobs is not None
+        if not alone and (long or settings.mode == "always"):
+            return ("prefill", "decode")
+        return ("decode",)
 
     def computed(self, placement: Placement) -> None:
         """The prompt is computed: its first token is here."""

@@ -13,9 +13,12 @@ Invariants
   another one; any other is the caller's answer. Only INTERNAL opens the worker's breaker.
 - Waiting for a worker has one time limit, set when the generation comes and set anew when
   its worker is lost; attempts that are refused in between do not extend it.
+- A generation that has lost ``SUSPECT_AFTER`` workers in a row is a suspect until its next token:
+  it is alone among suspects on its worker, and never uses a prefill worker (ADR 6).
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -41,12 +44,16 @@ from kvasir.router.metrics import RouterMetrics
 from kvasir.router.placement import Placement, Placer
 from kvasir.router.worker_link import Ending
 
+log = logging.getLogger("kvasir.router")
+
 QUEUE_RETRY_AFTER = 1.0
 CAPACITY_RETRY_AFTER = 5.0
 """A worker takes seconds to come up; queues move faster."""
 
+SUSPECT_AFTER = 2
+"""Workers lost in a row without a token between: such a request may be what ends them."""
 MAX_LOSSES = 4
-"""Workers lost in a row without a token between: such a request may be what kills them."""
+"""After so many it is not tried again. The loss of a worker that was leaving counts nothing."""
 MAX_REFUSALS = 16
 """Of a generation without any output; one that the caller has tokens of goes on asking for as
 long as ``replay_timeout`` allows."""
@@ -79,6 +86,7 @@ class Serving:
         self._attempts = 0
         self._losses = 0
         self._was_lost = False
+        self._quarantined: str | None = None
         self._refused_by: set[str] = set()
         self._refusals = 0
         self._last_refusal: Refusal | None = None
@@ -102,19 +110,31 @@ class Serving:
 
     async def _place(self) -> Placement | Refused:
         """Wait for a worker, until the time limit."""
+        placement = self._try_place()
+        if placement is not None:
+            return placement
+        with self._metrics.held(self._placer.roles_of(self._generation)):
+            return await self._place_when_possible()
+
+    async def _place_when_possible(self) -> Placement | Refused:
         while True:
-            placement = self._try_place()
-            if placement is not None:
-                return placement
             remaining = pause = self._until - self._clock()
             if self._refused_by and self._fleet.decode_groups(self._began):
-                if not self._output_ids and self._last_refusal is not None:
+                begun = self._output_ids or self._is_suspect
+                if not begun and self._last_refusal is not None:
                     return _refused(self._last_refusal)
                 self._refused_by.clear()
                 pause = min(remaining, REPLAY_BACKOFF)
             if remaining <= 0:
-                return self._no_capacity()
+                if not (self._is_suspect and self._fleet.decode_groups(self._began)):
+                    return self._no_capacity()
+                # Each suspect's turn ends, so that all of them come to theirs.
+                self._wait_from_now(self._config.replay_timeout)
+                continue
             await self._fleet.changed(pause)
+            placement = self._try_place()
+            if placement is not None:
+                return placement
 
     def _wait_from_now(self, patience: float) -> None:
         self._patience = patience
@@ -125,18 +145,32 @@ class Serving:
         if self._attempts:
             # A worker that has not noticed the break yet would refuse the same id again.
             wire_id = f"{wire_id}~{self._attempts}"
+        suspect = self._is_suspect
         with self._metrics.choice_seconds.time():
             placement = self._placer.place(
                 self._generation,
                 wire_id,
                 self._output_ids,
                 began=self._began,
-                exclude=self._refused_by,
+                exclude=self._refused_by | self._fleet.quarantined if suspect else self._refused_by,
+                alone=suspect,
             )
         if placement is not None:
+            if suspect:
+                self._quarantined = placement.decode.worker_id
+                self._fleet.quarantined.add(self._quarantined)
             self._attempts += 1
             self._metrics.disaggregated.labels(placement.decision.value).inc()
         return placement
+
+    @property
+    def _is_suspect(self) -> bool:
+        return self._losses >= SUSPECT_AFTER
+
+    def _leave_quarantine(self) -> None:
+        if self._quarantined is not None:
+            self._fleet.end_quarantine(self._quarantined)
+            self._quarantined = None
 
     def _no_capacity(self) -> Refused:
         what = "No worker took over in time" if self._was_lost else "No worker is ready"
@@ -163,7 +197,7 @@ class Serving:
                 output = await queue.get()
                 if output is Ending.LOST:
                     running = False
-                    gave_up = self._count_loss()
+                    gave_up = self._count_loss(placement)
                     if gave_up is not None:
                         yield gave_up
                     return
@@ -179,6 +213,7 @@ class Serving:
                         yield last
         finally:
             self._stop_renewal()
+            self._leave_quarantine()
             link.leave(placement.wire_id, abort=running)
             self._placer.release(placement)
 
@@ -199,6 +234,7 @@ class Serving:
         first = not self._output_ids
         self._output_ids.extend(output.token_ids)
         self._losses = 0
+        self._leave_quarantine()
         if not first:
             return next_event(output)
         self._began = placement.group
@@ -220,7 +256,7 @@ class Serving:
         if output.finish_reason == pb.FINISH_REASON_REFUSED:
             return self._take_refusal(Refusal.from_proto(output.refusal), placement)
         # Nobody here asked for an abort, so the worker is being stopped: as good as lost.
-        return self._count_loss()
+        return self._count_loss(placement)
 
     def _take_refusal(self, refusal: Refusal, placement: Placement) -> Refused | None:
         self._refusals += 1
@@ -237,12 +273,21 @@ class Serving:
         self._metrics.retries.inc()
         return None
 
-    def _count_loss(self) -> Refused | None:
+    def _count_loss(self, placement: Placement) -> Refused | None:
         self._was_lost = True
         self._wait_from_now(self._config.replay_timeout)
-        self._losses += 1
+        if not placement.decode.is_leaving:
+            self._losses += 1
+        if self._is_suspect:
+            log.warning(
+                "request may be what ends its workers request=%s losses=%d last=%s",
+                *(self._generation.request_id, self._losses, placement.decode.worker_id),
+            )
         if self._losses >= MAX_LOSSES:
-            message = f"The worker was lost {self._losses} times in a row; giving up."
+            message = (
+                f"{self._losses} workers were lost one after the other while they served this "
+                "request, which got no further on any of them; it is not tried again."
+            )
             return Refused(Refusal(Reason.INTERNAL, message))
         self._metrics.replays.inc()
         return None

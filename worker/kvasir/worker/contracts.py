@@ -308,7 +308,11 @@ class KvUsage:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Gauges and counters of an engine at one moment; units as in LoadReport of engine.proto."""
+    """Gauges and counters of an engine at one moment; units as in LoadReport of engine.proto.
+
+    Every request that was accepted and is not over counts as running or waiting: from its
+    acceptance on, while its KV is received, and while its blocks are held for another worker.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -320,6 +324,11 @@ class Load:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    prefill_tokens: int = 0
+    """Tokens of requests (prompts and, in replays, earlier output) that were computed here; again
+    after a preemption. Those from the cache or from another worker are not."""
+    busy_seconds: float = 0.0
+    """Time in which the engine thread had work."""
     kv: KvUsage = KvUsage()
     drafts: int = 0
     """How often tokens were drafted for a sequence, counted once per step."""

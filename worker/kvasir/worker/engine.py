@@ -12,8 +12,10 @@ engine: all futures fail and ``on_fatal`` is called. There is no state to go on 
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from kvasir.proto.errors import Reason, Refusal
@@ -43,7 +45,7 @@ class Engine:
         runner: with as many blocks as the scheduler's config says.
         listener: told of KV events and load.
         clock: seconds since the Unix epoch.
-        timer: seconds since any moment, for how long steps take.
+        stopwatch: monotonic seconds, for how long steps take.
         on_fatal: told, on the engine thread, why the engine has ended by itself.
     """
 
@@ -54,7 +56,7 @@ class Engine:
         listener: EngineListener,
         *,
         clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.perf_counter,
+        stopwatch: Callable[[], float] = time.monotonic,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         if runner.num_blocks != scheduler.config.num_blocks:
@@ -66,7 +68,7 @@ class Engine:
         self._runner = runner
         self._listener = listener
         self._clock = clock
-        self._timer = timer
+        self._stopwatch = stopwatch
         self._on_fatal = on_fatal
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._event_sequence = 0
@@ -75,9 +77,11 @@ class Engine:
         self._wake = threading.Condition()  # guards everything below
         self._commands: list[Call[Any]] = []
         self._sinks: dict[str, OutputSink] = {}
-        self._num_submitted = 0  # requests accepted so far ...
-        self._num_absorbed = 0  # ... and how many of them the load tells of
+        self._num_accepted = 0
+        self._untold: deque[int] = deque()  # tokens of the latest of these, not in _load yet
         self._load = scheduler.load()
+        self._turn_began: float | None = None  # None while the thread has nothing to do
+        self._busy_seconds = 0.0  # in turns that are over
         self._draining = False
         self._stopping = False
         self._ended = False
@@ -119,14 +123,15 @@ class Engine:
                     f"A request with the id {request.request_id} is still being served.",
                     "request_id",
                 )
-            waiting = self._load.waiting + self._num_submitted - self._num_absorbed
+            waiting = self._load.waiting + len(self._untold)
             if waiting >= config.max_waiting_requests:
                 return Refusal(
                     Reason.QUEUE_FULL,
                     f"{waiting} requests wait for this worker already; retry later.",
                 )
             self._sinks[request.request_id] = sink
-            self._num_submitted += 1
+            self._num_accepted += 1
+            self._untold.append(len(request.prompt_ids) + len(request.output_ids))
             self._queue(lambda: self._add(request))
         return None
 
@@ -199,9 +204,15 @@ class Engine:
             self._draining = draining
 
     def load(self) -> Load:
-        """As of the last step or command."""
+        """As of the last step; a request counts from the moment it was accepted."""
         with self._wake:
-            return self._load
+            return self._load_now()
+
+    @property
+    def turn_seconds(self) -> float:
+        """How long the thread has been at one turn, a step at most; 0 while it has no work."""
+        with self._wake:
+            return self._turn_seconds()
 
     # --- the engine thread -------------------------------------------------------------------
 
@@ -222,10 +233,12 @@ class Engine:
     def _take_commands(self, idle: bool) -> bool:
         """Run the queued commands; wait for one if ``idle``. False when it is time to stop."""
         with self._wake:
+            self._end_turn()
             if idle and not self._commands and not self._stopping:
                 deadline = self._scheduler.next_deadline()
                 wait = None if deadline is None else max(deadline - self._clock(), 0.0)
                 self._wake.wait(wait if wait is None else min(wait, threading.TIMEOUT_MAX))
+            self._turn_began = self._stopwatch()
             commands, self._commands = self._commands, []
             stopping = self._stopping
         for i, command in enumerate(commands):
@@ -242,9 +255,9 @@ class Engine:
         plan = self._scheduler.plan(self._clock())
         self._tell_signals()
         if plan.chunks:
-            start = self._timer()
+            start = self._stopwatch()
             result = self._runner.execute(plan)
-            self._scheduler.update(plan, result, self._timer() - start)
+            self._scheduler.update(plan, result, self._stopwatch() - start)
         elif self._unchecked and not self._scheduler.request_ids():
             self._scheduler.check()
             self._unchecked = False
@@ -260,6 +273,7 @@ class Engine:
     def _end(self) -> None:
         """From here on, calls are settled at once: see ``_queue``."""
         with self._wake:
+            self._end_turn()
             self._ended = True
             self._sinks.clear()
             commands, self._commands = self._commands, []
@@ -274,9 +288,29 @@ class Engine:
         with self._wake:
             changed = load != self._load
             self._load = load
-            self._num_absorbed = self._scheduler.num_arrivals
+            while self._num_accepted - len(self._untold) < self._scheduler.num_arrivals:
+                self._untold.popleft()
+            told = self._load_now()
         if changed:
-            self._listener.on_load(load)
+            self._listener.on_load(told)
+
+    def _load_now(self) -> Load:
+        """The caller holds the lock."""
+        return replace(
+            self._load,
+            waiting=self._load.waiting + len(self._untold),
+            queued_prefill_tokens=self._load.queued_prefill_tokens + sum(self._untold),
+            busy_seconds=self._busy_seconds + self._turn_seconds(),
+        )
+
+    def _turn_seconds(self) -> float:
+        """The caller holds the lock."""
+        return 0.0 if self._turn_began is None else self._stopwatch() - self._turn_began
+
+    def _end_turn(self) -> None:
+        """The caller holds the lock."""
+        self._busy_seconds += self._turn_seconds()
+        self._turn_began = None
 
     def _tell_signals(self) -> None:
         for signal in self._scheduler.take_signals():

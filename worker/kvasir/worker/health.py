@@ -1,7 +1,7 @@
 """The worker's small HTTP server: /health, /ready and /metrics.
 
-It runs in threads of its own, so that it answers even while the event loop does not;
-that is what /health is for. No request reaches the engine from here.
+It runs in threads of its own, so that it answers even while the event loop or the engine does
+not; that is what /health is for. No request reaches the engine from here.
 """
 
 import socket
@@ -15,29 +15,34 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 _SOCKET_TIMEOUT = 10.0
+LOOP_PATIENCE = 30.0
+STEP_PATIENCE = 300.0
+"""Far beyond any honest step: 2048 tokens of a model of 7 billion parameters take a minute on a
+few cores, and a restart in the middle would only begin the same step again."""
 
 
 class Health:
     """Whether the process lives and may be sent requests. Any thread.
 
     ``beat`` is called by the event loop about once a second; a loop that has not beaten
-    for ``patience`` seconds is taken for hung.
+    for ``LOOP_PATIENCE`` seconds is taken for hung, and so is an engine that has been at one
+    step for ``STEP_PATIENCE``.
     """
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.monotonic, patience: float = 30.0
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._patience = patience
         self._last_beat = clock()
         self.ready = False
+        self.step_seconds: Callable[[], float] = lambda: 0.0
+        """How long the engine has been at its step; 0 while there is none, as while loading."""
 
     def beat(self) -> None:
         self._last_beat = self._clock()
 
     @property
     def alive(self) -> bool:
-        return self._clock() - self._last_beat <= self._patience
+        hung = self._clock() - self._last_beat > LOOP_PATIENCE
+        return not hung and self.step_seconds() <= STEP_PATIENCE
 
 
 class HealthServer:

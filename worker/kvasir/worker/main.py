@@ -6,7 +6,6 @@
 143 a second signal: stopped at once
 """
 
-import argparse
 import asyncio
 import logging
 import os
@@ -14,87 +13,49 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pydantic import ValidationError
-
 from kvasir.proto.process import (
-    SET_HELP,
     StateFile,
     configure_logging,
     join_host_port,
-    override_settings,
+)
+from kvasir.proto.startup import (
+    EXIT_KILLED,
+    StartError,
+    open_state_file,
+    parse_arguments,
+    read_config,
+    refuse_to_start,
 )
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.health import Health, HealthServer
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
     from kvasir.worker.loader import LoadedModel
     from kvasir.worker.service.server import WorkerServer
 
-_EXIT_UNUSABLE = 2
+_PROGRAM = "kvasir-worker"
 _EXIT_FATAL = 70
-_EXIT_KILLED = 143
 _PROGRESS_INTERVAL = 0.2
 
 _log = logging.getLogger("kvasir.worker")
 
 
-class StartError(Exception):
-    """Why the worker cannot start; the message names the field or file, and the fix."""
-
-
 def main() -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="kvasir-worker", description="Serve a model over gRPC.")
-    parser.add_argument("--config", type=Path, required=True, help="JSON of WorkerConfig")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
-    parser.add_argument("--state-file", type=Path, help="where to say how far the start-up is")
-    args = parser.parse_args()
+    args = parse_arguments(_PROGRAM, "Serve a model over gRPC.", WorkerConfig)
     configure_logging()
     try:
-        config = read_config(args.config, args.set)
+        config = read_config(WorkerConfig, args.config, args.settings)
         epoch = str(uuid.uuid4())
-        state = _open_state_file(args.state_file, epoch)
+        state = open_state_file(args.state_file, epoch)
         asyncio.run(_Process(config, state, epoch).run())
     except StartError as error:
-        print(f"kvasir-worker: {error}", file=sys.stderr)  # noqa: T201  # the one line for people
-        return _EXIT_UNUSABLE
+        return refuse_to_start(_PROGRAM, error)
     return 0
-
-
-def read_config(path: Path, settings: Sequence[str] = ()) -> WorkerConfig:
-    """The file's settings with ``settings`` over them; StartError names each bad one."""
-    try:
-        document = override_settings(path.read_bytes(), settings)
-    except ValueError as error:
-        raise StartError(f"--set {error}") from error
-    except OSError as error:
-        raise StartError(f"--config {path}: {error.strerror}") from error
-    try:
-        return WorkerConfig.model_validate_json(document)
-    except ValidationError as error:
-        faults = "; ".join(_describe(fault) for fault in error.errors(include_url=False))
-        raise StartError(f"--config {path}: {faults}") from error
-
-
-def _describe(fault: "ErrorDetails") -> str:
-    field = ".".join(map(str, fault["loc"]))
-    if fault["type"] == "extra_forbidden":
-        return f"{field}: no such setting; remove it or correct its name"
-    return f"{field}: {fault['msg']}" if field else fault["msg"]
-
-
-def _open_state_file(path: Path | None, epoch: str) -> StateFile:
-    try:
-        return StateFile(path, epoch)
-    except OSError as error:
-        raise StartError(f"--state-file {path}: {error.strerror}") from error
 
 
 class _Process:
@@ -125,7 +86,7 @@ class _Process:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():
-            _exit_now(f"second signal, stopping at once signal={number.name}", _EXIT_KILLED)
+            _exit_now(f"second signal, stopping at once signal={number.name}", EXIT_KILLED)
         if not self._serving:
             # The thread that loads the model cannot be interrupted, and nothing is at stake.
             _exit_now(f"stopped while starting signal={number.name}", 0)
@@ -171,6 +132,7 @@ class _Process:
 
         server = WorkerServer(self._config, model, self._epoch, on_fatal=on_fatal)
         server.identity.on_draining = self._on_draining
+        self._health.step_seconds = lambda: server.engine.turn_seconds
         return server
 
     async def _serve(self, server: "WorkerServer", http: HealthServer) -> None:

@@ -45,7 +45,8 @@ class WorkerMetrics:
         self.registry.register(_EngineCollector(model_name, cache, load))
         self._ttft = Histogram(
             "vllm:time_to_first_token_seconds",
-            "Time from the arrival of a request at this worker to its first token.",
+            "Time from the arrival of a request, or of another worker's call for its prefill, at "
+            "this worker to its first token.",
             ["model_name"],
             buckets=_TTFT_BUCKETS,
             registry=self.registry,
@@ -102,6 +103,10 @@ class WorkerMetrics:
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
         self._generated.inc()
+
+    def prefilled(self, seconds: float) -> None:
+        """The first token of a request that another worker decodes, and tells of."""
+        self._ttft.observe(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
         """One output of ``count`` tokens: more than one with speculation."""
@@ -191,6 +196,16 @@ class _EngineCollector(Collector):
                 "vllm:spec_decode_num_accepted_tokens",
                 "Drafted tokens that were right.",
                 load.accepted_tokens,
+            ),
+            (
+                "kvasir_worker_prefill_tokens",
+                "Tokens that this worker computed for prompts; cached and received ones are not.",
+                load.prefill_tokens,
+            ),
+            (
+                "kvasir_worker_busy_seconds",
+                "Time in which the engine's thread had work.",
+                load.busy_seconds,
             ),
         )
         for name, text, count in counters:

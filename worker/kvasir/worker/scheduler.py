@@ -71,6 +71,7 @@ class Scheduler:
         self._query_tokens = 0
         self._hit_tokens = 0
         self._preemptions = 0
+        self._prefill_tokens = 0
         self._outputs: list[Output] = []
         self._signals: list[Signal] = []
 
@@ -185,6 +186,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence, computed = self._member(chunk.request_id), result[chunk.request_id]
             sequence.collect(computed.prompt_logprobs)
+            self._prefill_tokens += sequence.given_tokens(chunk)
             known = len(chunk.token_ids) - len(chunk.draft_ids)
             self._kv.computed(sequence, chunk.start + known)
             if sequence.request.work is Work.PREFILL:
@@ -243,6 +245,7 @@ class Scheduler:
             prefix_query_tokens=self._query_tokens,
             prefix_hit_tokens=self._hit_tokens,
             preemptions=self._preemptions,
+            prefill_tokens=self._prefill_tokens,
             drafts=speculator.num_drafts if speculator else 0,
             draft_tokens=speculator.num_draft_tokens if speculator else 0,
             accepted_tokens=speculator.num_accepted_tokens if speculator else 0,

@@ -196,6 +196,11 @@ class Sequence:
             following,
         )
 
+    def given_tokens(self, chunk: Chunk) -> int:
+        """How many tokens of the chunk came with the request, not from sampling here."""
+        given = len(self.request.prompt_ids) + len(self.request.output_ids)
+        return min(max(given - chunk.start, 0), len(chunk.token_ids))
+
     def collect(self, prompt_logprobs: Seq[TokenLogprobs]) -> None:
         """Keep the prompt logprobs of one computed chunk until the first output."""
         self._prompt_logprobs.extend(prompt_logprobs)

@@ -1,7 +1,8 @@
 """The built-in autoscaler at work: scrapes pods, remembers samples, and asks ``scale.decide``.
 
-What it remembers is in memory. After a restart it has seen nothing yet, and what is not known never
-takes a worker away: replicas stay until a whole stabilization window has been watched anew.
+What it remembers is in memory alone. After a restart, or a change of leader, it has seen nothing
+yet, and what is not known never takes a worker away: replicas stay, or grow, until a whole
+stabilization window has been watched anew.
 """
 
 from collections.abc import Callable
@@ -23,17 +24,33 @@ from kvasir.operator.scale import (
     Settings,
     decide,
 )
+from kvasir.operator.scaling.contracts import LimitedBy
 from kvasir.operator.signals import RouterSample, WorkerSample, remember
 from kvasir.operator.workerpool import WorkerRole
 
 PERIOD = 5.0
 """Seconds between two decisions about a service."""
+_LASTING = 30.0
+"""Seconds for which something has hindered a role before users are told."""
+_HINDRANCES: frozenset[LimitedBy] = frozenset({"max", "pending", "bad_data"})
+"""What users may want to do something about."""
+_DEFAULTS = Settings()
+
+
+@dataclass
+class _Limit:
+    """What keeps a role from another size, since when, and whether users know."""
+
+    by: LimitedBy
+    since: float
+    told: bool = False
 
 
 @dataclass
 class _Memory:
     time: float = 0.0
     """Of the latest decision."""
+    limits: dict[WorkerRole, _Limit] = field(default_factory=dict)
     workers: dict[str, tuple[WorkerSample, ...]] = field(default_factory=dict)
     routers: dict[str, tuple[RouterSample, ...]] = field(default_factory=dict)
     states: dict[WorkerRole, ScaleState] = field(default_factory=dict)
@@ -42,21 +59,23 @@ class _Memory:
 class Autoscaler:
     """Decides for the services that have ``scaling``; one decision for a service at a time."""
 
-    def __init__(
-        self, workers: Workers, clock: Callable[[], float], settings: Settings | None = None
-    ) -> None:
+    def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
         """``clock``: seconds since the Unix epoch."""
         self._workers = workers
         self._clock = clock
-        self._settings = settings or Settings()
         self._memories: dict[Key, _Memory] = {}
 
     def forget(self, key: Key) -> None:
         """A service that is gone."""
         self._memories.pop(key, None)
 
-    async def changes(self, key: Key, service: ModelService, observed: Observed) -> list[Decision]:
-        """Decisions that change a pool's replicas; none before the period is over."""
+    async def decisions(
+        self, key: Key, service: ModelService, observed: Observed
+    ) -> list[Decision]:
+        """Decisions to carry out, and to tell; none before the period is over.
+
+        Those that change a pool's replicas, and those that for a while could not.
+        """
         scaled = {role: scaling for role in names.WORKER_ROLES if (scaling := _of(service, role))}
         if not scaled:
             self.forget(key)
@@ -73,19 +92,34 @@ class Autoscaler:
                 continue
             signals = _signals(role, scaling, pool.replicas, service, observed, memory)
             state = memory.states.get(role, ScaleState())
-            decision, memory.states[role] = decide(state, signals, now, self._settings)
-            if decision.desired != pool.replicas:
+            decision, memory.states[role] = decide(state, signals, now, _settings(scaling))
+            if _is_news(decision, pool.replicas, memory.limits):
                 found.append(decision)
         return found
 
     async def _scrape(self, memory: _Memory, observed: Observed) -> None:
         workers, routers = await self._workers.scrape(observed.pods)
-        since = self._clock() - 2 * self._settings.rate_window
+        since = self._clock() - 2 * _DEFAULTS.rate_window
         alive = [pod for pod in observed.pods if not pod.terminating]
         worker_names = [pod.name for pod in alive if pod.role != "router"]
         router_names = [pod.name for pod in alive if pod.role == "router"]
         memory.workers = remember(memory.workers, workers, worker_names, since)
         memory.routers = remember(memory.routers, routers, router_names, since)
+
+
+def _is_news(decision: Decision, wanted: int, limits: dict[WorkerRole, _Limit]) -> bool:
+    """Whether users are to know of a decision; remembers what they are told."""
+    role, by = decision.role, decision.limited_by
+    limit = limits.get(role)
+    if limit is None or limit.by != by:
+        limit = limits[role] = _Limit(by, decision.time)
+    if decision.desired != wanted:
+        limit.told = True
+        return True
+    if limit.told or by not in _HINDRANCES or decision.time - limit.since < _LASTING:
+        return False
+    limit.told = True
+    return True
 
 
 def last_decision(decision: Decision) -> LastDecision:
@@ -107,6 +141,15 @@ def _of(service: ModelService, role: WorkerRole) -> Scaling | None:
     return (service.spec.prefill if role == "prefill" else service.spec.decode).scaling
 
 
+def _settings(scaling: Scaling) -> Settings:
+    window = scaling.stabilization_window
+    return Settings(
+        stabilization=window,
+        max_stabilization=max(_DEFAULTS.max_stabilization, window),
+        down_interval=min(_DEFAULTS.down_interval, window),
+    )
+
+
 def _signals(
     role: WorkerRole,
     scaling: Scaling,
@@ -118,6 +161,7 @@ def _signals(
     alive = [pod for pod in observed.pods_of(role) if not pod.terminating]
     staying = [pod for pod in alive if pod.draining_since is None]
     waiting = [pod for pod in staying if not pod.ready]
+    homeless = sum(pod.fault is not None and pod.fault.reason == "Unschedulable" for pod in waiting)
     decoding = {pod.name for pod in observed.pods_of("decode")}
     own = {pod.name for pod in alive}
     return RoleSignals(
@@ -126,8 +170,8 @@ def _signals(
         replicas=Replicas(
             wanted=wanted,
             ready=tuple(pod.name for pod in staying if pod.ready),
-            pending=sum(pod.scheduled for pod in waiting),
-            unschedulable=sum(not pod.scheduled for pod in waiting),
+            pending=len(waiting) - homeless,
+            unschedulable=homeless,
             draining=len(alive) - len(staying),
         ),
         objectives=service.spec.objectives,

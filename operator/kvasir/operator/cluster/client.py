@@ -1,12 +1,14 @@
 """The only module that talks to the API server. JSON in, JSON out; every request is counted.
 
-Writes are server-side apply under one field manager, and none is sent for an object that says
+Writes are server-side apply, and none is sent for an object that says
 already what is wanted. Holds no object: each reconciliation reads what it needs.
 
 https://kubernetes.io/docs/reference/using-api/server-side-apply/
 """
 
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import TracebackType
@@ -17,13 +19,19 @@ from kubernetes.aio.client.exceptions import ApiException
 from prometheus_client import CollectorRegistry, Counter
 
 from kvasir.operator.cluster.difference import projection
-from kvasir.operator.cluster.names import GROUP, OPERATOR, SERVICE_LABEL
+from kvasir.operator.cluster.names import (
+    GROUP,
+    LEADER_WORKER_SET_API,
+    OPERATOR,
+    SERVICE_LABEL,
+)
 from kvasir.operator.cluster.observed import Object, Reference, reference
 
 _PATHS = {
     "ConfigMap": ("/api/v1", "configmaps"),
     "Deployment": ("/apis/apps/v1", "deployments"),
     "Event": ("/api/v1", "events"),
+    "LeaderWorkerSet": (f"/apis/{LEADER_WORKER_SET_API}", "leaderworkersets"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "ModelService": (f"/apis/{GROUP}/v1alpha1", "modelservices"),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
@@ -35,6 +43,8 @@ _PATHS = {
     "ServiceAccount": ("/api/v1", "serviceaccounts"),
     "WorkerPool": (f"/apis/{GROUP}/v1alpha1", "workerpools"),
 }
+_OPTIONAL = frozenset({"LeaderWorkerSet"})
+"""Kinds that not every cluster has: there are none where the API server does not know them."""
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _TIMEOUT = 30.0
@@ -89,6 +99,12 @@ class Cluster:
         # What was applied, and what came back for it; see difference.py. Lost in a restart, this
         # costs one write that changes nothing.
         self._settled: dict[tuple[str, Reference], tuple[Object, object]] = {}
+        self._answered = -math.inf
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the API server's latest answer, a refusal too; infinite before any."""
+        return time.monotonic() - self._answered
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,10 +129,21 @@ class Cluster:
 
     async def list(self, namespace: str, kind: str, selector: str) -> Sequence[Object]:
         """Objects of a kind that have the labels."""
-        found = await self._send("list", namespace, kind, query={"labelSelector": selector})
+        try:
+            found = await self._send("list", namespace, kind, query={"labelSelector": selector})
+        except ApiError as error:
+            if error.gone and kind in _OPTIONAL:
+                return []
+            raise
         # Items of a list do not say what they are; the list does.
         own = {"apiVersion": found["apiVersion"], "kind": kind}
         return [{**item, **own} for item in found["items"]]
+
+    async def find(self, namespace: str, key: Reference) -> Object | None:
+        """As ``get``, with the right to list objects, and whoever made it."""
+        query = {"fieldSelector": f"metadata.name={key.name}"}
+        found = await self._send("list", namespace, key.kind, query=query)
+        return next(({**item, "kind": key.kind} for item in found["items"]), None)
 
     async def create(self, namespace: str, item: Object) -> None:
         await self._send("create", namespace, item["kind"], body=item)
@@ -129,7 +156,7 @@ class Cluster:
         """Make the object say what is wanted; whether that took a write.
 
         ``seen`` is the object as it was read; None: there is none of ours. Then what someone else
-        wrote is not taken over: a conflict names it.
+        wrote is not taken over, and be it another ModelService: that is a conflict.
         """
         key = reference(item)
         settled, answer = self._settled.get((namespace, key), (None, None))
@@ -137,7 +164,9 @@ class Cluster:
             says = projection(seen, item)
             if says == item or (settled == item and says == answer):
                 return False
-        query = {"fieldManager": OPERATOR, "force": "false" if seen is None else "true"}
+        # A manager for each ModelService, so that the API server keeps them apart, at any moment.
+        manager = f"{OPERATOR}/{item['metadata']['labels'][SERVICE_LABEL]}"
+        query = {"fieldManager": manager, "force": "false" if seen is None else "true"}
         stored = await self._send(
             "apply", namespace, key.kind, key.name, body=item, query=query, content=_APPLY
         )
@@ -220,6 +249,7 @@ class Cluster:
             data = await answer.read()
         except (OSError, TimeoutError, ApiException) as error:
             raise ApiError(0, f"{verb} {kind} {name}: {error!r}") from error
+        self._answered = time.monotonic()
         if not HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
             raise ApiError(answer.status, _message(data))
         return json.loads(data)

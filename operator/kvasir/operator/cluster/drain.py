@@ -6,7 +6,8 @@ so that any operator goes on where another one ended:
     choose --> annotate --Engine.Drain--> routers agree, nothing runs --> condemn --> shrink
 
 A pod that nobody could have sent a request to goes at once. A drain is called off when its worker
-is needed again, and it ends at the deadline in any case.
+is needed again, and it ends at the deadline in any case. A Deployment gives up the pods that are
+condemned; a LeaderWorkerSet its last ones, whatever they do, so that these are the ones to drain.
 """
 
 from dataclasses import dataclass, replace
@@ -64,18 +65,34 @@ def shrink(
         pod for pod in observed.pods_of(deployment.role, deployment.name) if not pod.terminating
     ]
     # Pods, not the number asked for: that one falls first, and the pods follow.
-    excess = max(0, len(pods) - target)
     order = sorted(pods, key=lambda pod: _cost(pod, observed))
-    victims, others = order[:excess], order[excess:]
+    if deployment.ordered:
+        victims = [pod for pod in order if pod.ordinal >= target]
+    else:
+        victims = order[: max(0, len(pods) - target)]
+    others = [pod for pod in order if pod not in victims]
     drain = Drain(
         cancel=tuple(p.name for p in others if p.draining_since is not None or p.condemned)
     )
-    gone = 0
+    kept = list(others)
     for pod in victims:
         step, done = _step(pod, observed, now, deadline)
-        gone += done
         drain += step
-    return min(deployment.replicas, max(target, len(pods) - gone)), drain
+        if not done:
+            kept.append(pod)
+    # Whatever is last goes first, so that an earlier one that is done waits for a later one.
+    needed = max((pod.ordinal + 1 for pod in kept), default=0) if deployment.ordered else len(kept)
+    return min(deployment.replicas, max(target, needed)), drain
+
+
+def in_order(deployment: Deployment, observed: Observed) -> tuple[Pod, ...]:
+    """Its pods, but for those that end already; the first one is the first to give up."""
+    pods = [
+        pod for pod in observed.pods_of(deployment.role, deployment.name) if not pod.terminating
+    ]
+    if deployment.ordered:
+        return tuple(sorted(pods, key=lambda pod: -pod.ordinal))
+    return tuple(sorted(pods, key=lambda pod: _cost(pod, observed)))
 
 
 def _cost(pod: Pod, observed: Observed) -> tuple[bool, float, bool, int, float]:

@@ -4,7 +4,7 @@ kopf keeps the watches. Only its plain event handlers are used: these put neithe
 annotations on objects, so that any of them can be deleted also while no operator runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -12,9 +12,12 @@ import kopf
 
 from kvasir.operator.cluster import names
 from kvasir.operator.cluster.queue import Key, Queue
+from kvasir.operator.cluster.watches import Watches, by_kubeconfig, in_cluster
 from kvasir.operator.modelservice import API_VERSION
 
 _GROUP, _VERSION = API_VERSION.split("/")
+_SERVICES = (_GROUP, _VERSION, "modelservices")
+_POOLS = (_GROUP, _VERSION, "workerpools")
 _OWNED = (
     ("", "v1", "configmaps"),
     ("", "v1", "pods"),
@@ -29,7 +32,17 @@ _OWNED = (
 """Group, version and plural; those that are not ours are filtered out by the API server."""
 
 
-def registry(queue: Queue) -> kopf.OperatorRegistry:
+def watched(namespaces: Sequence[str]) -> Iterator[str]:
+    """Paths of everything that is watched: in these namespaces, or in all if none is named."""
+    for group, version, plural in (_SERVICES, _POOLS, *_OWNED):
+        root = f"/apis/{group}/{version}" if group else f"/api/{version}"
+        if not namespaces:
+            yield f"{root}/{plural}"
+        for namespace in namespaces:
+            yield f"{root}/namespaces/{namespace}/{plural}"
+
+
+def registry(queue: Queue, watches: Watches) -> kopf.OperatorRegistry:
     """Handlers that put what changed into the queue."""
     made = kopf.OperatorRegistry()
 
@@ -40,12 +53,15 @@ def registry(queue: Queue) -> kopf.OperatorRegistry:
         if service := labels.get(names.SERVICE_LABEL):
             queue.add(Key(namespace or "", service))
 
-    async def login(**known: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_with_service_account(**known) or kopf.login_with_kubeconfig(**known)
+    async def login(**known: Any) -> kopf.AiohttpSession | None:
+        if session := in_cluster(watches):
+            return session
+        info = kopf.login_with_kubeconfig(**known)
+        return None if info is None else by_kubeconfig(watches, info)
 
     kopf.on.login(registry=made)(login)
-    kopf.on.event(_GROUP, _VERSION, "modelservices", registry=made)(service_changed)
-    kopf.on.event(_GROUP, _VERSION, "workerpools", registry=made)(object_changed)
+    kopf.on.event(*_SERVICES, registry=made)(service_changed)
+    kopf.on.event(*_POOLS, registry=made)(object_changed)
     for resource in _OWNED:
         kopf.on.event(*resource, registry=made)(object_changed)
     return made

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from http import HTTPStatus
 
 import kopf
 from aiohttp import web
@@ -31,12 +31,12 @@ from kvasir.operator.cluster.lease import Lease, LeaseLostError, lead
 from kvasir.operator.cluster.objects import Installation
 from kvasir.operator.cluster.queue import Queue
 from kvasir.operator.cluster.reconcile import Reconciler
+from kvasir.operator.cluster.watches import ACCOUNT, Watches
 from kvasir.operator.cluster.workers import PodWorkers, Workers
-from kvasir.proto.process import configure_logging
+from kvasir.proto.process import EVERY_ADDRESS, configure_logging, listen_everywhere
 
 _EXIT_LEASE_LOST = 1
 _EXIT_UNUSABLE = 2
-_TOKEN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 _log = logging.getLogger("kvasir.operator")
 
@@ -53,7 +53,7 @@ class Options:
     lease: Lease
     namespaces: tuple[str, ...] = ()
     """Whose ModelServices it keeps; none: those of all namespaces."""
-    host: str = "0.0.0.0"
+    host: str = EVERY_ADDRESS
     port: int = 8080
     """Of /healthz, /readyz and /metrics."""
 
@@ -77,7 +77,14 @@ def parse(arguments: Sequence[str]) -> Options:
     add("--namespace", action="append", default=[], help="keep only this one; may be repeated")
     add("--worker-image", required=True, help="image of workers")
     add("--router-image", required=True, help="image of routers")
-    add("--host", default="0.0.0.0", help="address of health and metrics")
+    add(
+        "--metrics-from",
+        action="append",
+        default=[],
+        metavar="NAMESPACE",
+        help="let the pods of a namespace read the metrics of workers; may be repeated",
+    )
+    add("--host", default=EVERY_ADDRESS, help="address of health and metrics; *: all there are")
     add("--port", type=int, default=8080, help="port of health and metrics (%(default)s)")
     add("--lease-namespace", help="where the leader's Lease is; default: the operator's own")
     add("--lease-name", default="kvasir-operator", help="its name (%(default)s)")
@@ -89,7 +96,9 @@ def parse(arguments: Sequence[str]) -> Options:
         raise StartError("--lease-namespace: needed outside a cluster; name a namespace")
     identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4()}"
     return Options(
-        installation=Installation(found.worker_image, found.router_image, own),
+        installation=Installation(
+            found.worker_image, found.router_image, own, tuple(found.metrics_from)
+        ),
         lease=Lease(lease_namespace, found.lease_name, identity, found.lease_seconds),
         namespaces=tuple(found.namespace),
         host=found.host,
@@ -130,37 +139,67 @@ async def _work(options: Options, workers: Workers) -> None:
     """Serve health and metrics, become the leader, and keep ModelServices until cancelled."""
     metrics = CollectorRegistry()
     leading = Gauge("kvasir_operator_leader", "1 if this operator acts", registry=metrics)
-    async with _served(options, metrics), Cluster(await _api(), metrics) as cluster:
+    async with Cluster(await _api(), metrics) as cluster:
+        health = _Health(cluster, options)
         reconciler = Reconciler(cluster, workers, options.installation, metrics)
 
         async def keep() -> None:
             leading.set(1)
-            await _keep(Queue(reconciler), options.namespaces)
+            health.watches = Watches(handlers.watched(options.namespaces))
+            await _keep(Queue(reconciler), options, health.watches)
 
-        await lead(cluster, options.lease, keep)
+        async with _served(options, metrics, health):
+            await lead(cluster, options.lease, keep)
 
 
-async def _keep(queue: Queue, namespaces: Sequence[str]) -> None:
+async def _keep(queue: Queue, options: Options, watches: Watches) -> None:
     logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of each event that it handles
     reconciling = asyncio.create_task(queue.run())
     try:
         await kopf.operator(
-            registry=handlers.registry(queue),
+            registry=handlers.registry(queue, watches),
             settings=handlers.settings(),
             standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
+            clusterwide=not options.namespaces,
+            namespaces=options.namespaces,
+            # Left to itself, kopf asks for the user's name; a pod's user may have none.
+            identity=options.lease.identity,  # type: ignore[arg-type]  # its type has no public name
         )
     finally:
         reconciling.cancel()
         await asyncio.wait([reconciling])
 
 
+class _Health:
+    """Whether this operator does its work, or could take it over: what /readyz tells."""
+
+    def __init__(self, cluster: Cluster, options: Options) -> None:
+        self._cluster = cluster
+        self._silence = options.lease.duration
+        self.watches: Watches | None = None
+        """Of the leader; None while another one leads."""
+
+    @property
+    def problem(self) -> str:
+        """Empty if there is none."""
+        # The lease is asked for several times within its duration, by leader and others alike.
+        if self._cluster.silent_for > self._silence:
+            return f"no answer of the API server for {self._silence:g} s"
+        return "" if self.watches is None else self.watches.problem
+
+
 @asynccontextmanager
-async def _served(options: Options, metrics: CollectorRegistry) -> AsyncIterator[None]:
+async def _served(
+    options: Options, metrics: CollectorRegistry, health: _Health
+) -> AsyncIterator[None]:
     """Health and metrics over HTTP, also of an operator that waits to lead."""
 
-    async def health(_: web.Request) -> web.StreamResponse:
+    async def alive(_: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    async def ready(_: web.Request) -> web.StreamResponse:
+        if problem := health.problem:
+            return web.Response(text=f"{problem}\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
         return web.Response(text="ok\n")
 
     async def expose(_: web.Request) -> web.StreamResponse:
@@ -169,12 +208,15 @@ async def _served(options: Options, metrics: CollectorRegistry) -> AsyncIterator
 
     app = web.Application()
     app.add_routes(
-        [web.get("/healthz", health), web.get("/readyz", health), web.get("/metrics", expose)]
+        [web.get("/healthz", alive), web.get("/readyz", ready), web.get("/metrics", expose)]
     )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, options.host, options.port).start()
+        if options.host == EVERY_ADDRESS:
+            await web.SockSite(runner, listen_everywhere(options.port)).start()
+        else:
+            await web.TCPSite(runner, options.host, options.port).start()
     except OSError as error:
         await runner.cleanup()
         raise StartError(f"--port {options.port}: {error.strerror}; choose another") from error
@@ -200,7 +242,7 @@ async def _api() -> kubernetes.ApiClient:
 def _own_namespace() -> str | None:
     """The pod's namespace; None outside a cluster."""
     try:
-        return _TOKEN_NAMESPACE.read_text(encoding="utf-8").strip()
+        return (ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
 

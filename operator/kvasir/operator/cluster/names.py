@@ -11,7 +11,8 @@ from typing import Literal
 from kvasir.operator.modelservice import API_VERSION
 from kvasir.operator.workerpool import WorkerRole
 
-Component = Literal["worker", "router"]
+Component = Literal["worker", "router", "follower"]
+"""``follower``: a pod of a worker that spans nodes, other than its leader."""
 Role = Literal["prefill", "decode", "router"]
 
 WORKER_ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
@@ -38,6 +39,12 @@ OPERATOR_LABELS = {NAME_LABEL: "kvasir", COMPONENT_LABEL: "operator"}
 
 CONFIG_HASH_ANNOTATION = f"{GROUP}/config-hash"
 
+LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
+GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
+"""Which worker of its LeaderWorkerSet a pod belongs to, counted from 0."""
+GROUP_KEY_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
+"""Equal for the pods of one worker, and for no others."""
+
 GRPC_PORT = 50051
 METRICS_PORT = 9400
 HTTP_PORT = 8000
@@ -51,7 +58,7 @@ def pool(service: str, role: WorkerRole) -> str:
 
 
 def deployment(service: str, role: WorkerRole, pod_revision: str) -> str:
-    """The Deployment of one revision of a role, and the ConfigMap of its pods."""
+    """The Deployment or LeaderWorkerSet of one revision of a role, and what its pods need."""
     return f"{service}-{role}-{pod_revision}"
 
 

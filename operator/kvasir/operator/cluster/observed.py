@@ -4,33 +4,37 @@ Owns the meaning of what other controllers write: when a pod is ready, and why o
 nothing. Raw objects stay reachable by ``Reference``, for comparison with what is wanted.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from kvasir.operator.cluster import names
+from kvasir.operator.cluster.faults import Fault, condition, pod_fault
 from kvasir.operator.cluster.names import (
+    COMPONENT_LABEL,
     GROUP,
+    GROUP_INDEX_LABEL,
+    GROUP_KEY_LABEL,
     POD_REVISION_LABEL,
     REVISION_LABEL,
     ROLE_LABEL,
     SERVICE_LABEL,
     WORKER_ROLES,
 )
+from kvasir.operator.modelservice import KIND
 from kvasir.operator.workerpool import WorkerRole
 
 Object = Mapping[str, Any]
 
 APPLIED_REPLICAS = f"{GROUP}/applied-replicas"
 """On a WorkerPool: the ModelService's own number that was written to it last."""
+ROLLOUT_MINIMUM = f"{GROUP}/rollout-minimum"
+"""On a WorkerPool: how many workers serve at least while old ones give their places; else 0."""
 DRAINING_SINCE = f"{GROUP}/draining-since"
 """On a worker's pod: when it was told to drain."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 """https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost"""
-
-WRONG_CONFIGURATION = 2
-"""Exit code of a worker or router that refuses its configuration."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,16 +49,12 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a pod does not become ready without help. ``reason`` is one word in CamelCase."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Pod:
-    """``deployment`` is the one that it belongs to; times are seconds since the Unix epoch."""
+    """``deployment`` is the one that it belongs to; times are seconds since the Unix epoch.
+
+    A worker that spans nodes is its leader: it is ready, and has a place, when all its pods are and
+    have, and the faults of all are its own.
+    """
 
     name: str
     role: str
@@ -69,11 +69,16 @@ class Pod:
     condemned: bool = False
     """Whether its deletion cost makes it the next one to go."""
     fault: Fault | None = None
+    ordinal: int = 0
+    """Its place in a LeaderWorkerSet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """``replicas`` is what is asked of it now; of none of its pods it is known whether they are."""
+    """``replicas`` is what is asked of it now; of none of its pods it is known whether they are.
+
+    Or a LeaderWorkerSet, whose replicas are workers that span nodes.
+    """
 
     name: str
     role: str
@@ -81,15 +86,25 @@ class Deployment:
     replicas: int = 0
     fault: Fault | None = None
     """Why it cannot create pods."""
+    kind: str = "Deployment"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it always gives up the last of its replicas first."""
+        return self.kind != "Deployment"
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A WorkerPool. ``applied`` is what was written of the ModelService's own number last."""
+    """A WorkerPool. ``applied`` is what was written of the ModelService's own number last.
+
+    ``minimum``: see ROLLOUT_MINIMUM.
+    """
 
     role: WorkerRole
     replicas: int
     applied: str | None
+    minimum: int = 0
     generation: int = 0
     status: Object = field(default_factory=dict)
 
@@ -143,18 +158,38 @@ class Observed:
         return next((pool for pool in self.pools if pool.role == role), None)
 
 
-def observe(items: Iterable[Object]) -> Observed:
-    """Reads API objects of one ModelService, of every kind."""
-    objects = {reference(item): item for item in items}
+def observe(items: Iterable[Object], service: str) -> Observed:
+    """Reads API objects with the labels of one ModelService, of every kind.
+
+    Whatever its labels say, an object that another owner controls is none of them.
+    """
+    objects = {reference(item): item for item in items if not _foreign(item, service)}
     by_kind: dict[str, list[Object]] = {}
     for key, item in sorted(objects.items()):
         by_kind.setdefault(key.kind, []).append(item)
     return Observed(
         objects={key: item for key, item in objects.items() if key.kind != "Pod"},
-        deployments=tuple(_deployment(item) for item in by_kind.get("Deployment", ())),
-        pods=tuple(_pod(item) for item in by_kind.get("Pod", ())),
+        deployments=tuple(
+            _deployment(item)
+            for kind in ("Deployment", "LeaderWorkerSet")
+            for item in by_kind.get(kind, ())
+        ),
+        pods=tuple(_workers_and_routers(by_kind.get("Pod", ()))),
         pools=tuple(_pool(item) for item in by_kind.get("WorkerPool", ())),
     )
+
+
+def controller(item: Object) -> Object | None:
+    """The owner reference of whoever controls an object."""
+    owners = item["metadata"].get("ownerReferences") or ()
+    return next((owner for owner in owners if owner.get("controller")), None)
+
+
+def _foreign(item: Object, service: str) -> bool:
+    owner = controller(item)
+    if owner is None or item["kind"] == "Pod":
+        return False
+    return (owner["kind"], owner["name"]) != (KIND, service)
 
 
 def reference(item: Object) -> Reference:
@@ -176,13 +211,8 @@ def _annotations(item: Object) -> Mapping[str, str]:
     return found
 
 
-def _condition(item: Object, kind: str) -> Object:
-    conditions = item.get("status", {}).get("conditions") or ()
-    return next((each for each in conditions if each["type"] == kind), {})
-
-
 def _deployment(item: Object) -> Deployment:
-    failure = _condition(item, "ReplicaFailure")
+    failure = condition(item, "ReplicaFailure")
     refused = failure.get("status") == "True"
     return Deployment(
         name=item["metadata"]["name"],
@@ -190,6 +220,7 @@ def _deployment(item: Object) -> Deployment:
         revision=_labels(item).get(REVISION_LABEL, ""),
         replicas=item["spec"].get("replicas", 1),
         fault=Fault("PodsRefused", failure.get("message", "")) if refused else None,
+        kind=item["kind"],
     )
 
 
@@ -198,9 +229,31 @@ def _pool(item: Object) -> Pool:
         role=item["spec"]["role"],
         replicas=item["spec"]["replicas"],
         applied=_annotations(item).get(APPLIED_REPLICAS),
+        minimum=_number(_annotations(item).get(ROLLOUT_MINIMUM, "")),
         generation=item["metadata"].get("generation", 0),
         status=item.get("status") or {},
     )
+
+
+def _workers_and_routers(items: Iterable[Object]) -> Iterator[Pod]:
+    """Followers are told of by their leaders alone."""
+    followers: dict[str, list[Pod]] = {}
+    leading = []
+    for item in items:
+        if _labels(item).get(COMPONENT_LABEL) == "follower":
+            followers.setdefault(_labels(item).get(GROUP_KEY_LABEL, ""), []).append(_pod(item))
+        else:
+            leading.append(item)
+    for item in leading:
+        key = _labels(item).get(GROUP_KEY_LABEL, "")
+        pod, rest = _pod(item), followers.get(key, []) if key else []
+        faults = (each.fault for each in (pod, *rest) if each.fault and not each.terminating)
+        yield replace(
+            pod,
+            ready=all(each.ready for each in (pod, *rest)),
+            scheduled=all(each.scheduled for each in (pod, *rest)),
+            fault=next(faults, None),
+        )
 
 
 def _pod(item: Object) -> Pod:
@@ -212,14 +265,15 @@ def _pod(item: Object) -> Pod:
         role=_labels(item).get(ROLE_LABEL, ""),
         deployment=_deployment_of(_labels(item)),
         revision=_labels(item).get(REVISION_LABEL, ""),
-        ready=_condition(item, "Ready").get("status") == "True",
+        ready=condition(item, "Ready").get("status") == "True",
         terminating="deletionTimestamp" in metadata or over,
         scheduled=bool(item["spec"].get("nodeName")),
         address=status.get("podIP", ""),
         created=seconds(metadata["creationTimestamp"]),
         draining_since=_draining_since(since),
         condemned=_annotations(item).get(DELETION_COST, "0").startswith("-"),
-        fault=_fault(item),
+        fault=pod_fault(item),
+        ordinal=_number(_labels(item).get(GROUP_INDEX_LABEL, "")),
     )
 
 
@@ -232,49 +286,13 @@ def _deployment_of(labels: Mapping[str, str]) -> str:
             return names.router(service)
 
 
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
 def _draining_since(text: str | None) -> float | None:
     """A time that cannot be read, since someone edited it, counts as none: the drain restarts."""
     try:
         return None if text is None else seconds(text)
     except ValueError:
         return None
-
-
-_PULL_FAILURES = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
-)
-_CREATE_FAILURES = frozenset(
-    {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
-)
-
-
-def _fault(item: Object) -> Fault | None:
-    scheduled = _condition(item, "PodScheduled")
-    if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
-        return Fault("Unschedulable", scheduled.get("message", ""))
-    status = item.get("status", {})
-    for container in (
-        *(status.get("initContainerStatuses") or ()),
-        *(status.get("containerStatuses") or ()),
-    ):
-        if fault := _container_fault(container):
-            return fault
-    return None
-
-
-def _container_fault(container: Object) -> Fault | None:
-    state = container.get("state", {})
-    waiting, ended = state.get("waiting", {}), state.get("terminated", {})
-    last = ended or container.get("lastState", {}).get("terminated", {})
-    reason, message = waiting.get("reason", ""), waiting.get("message", "")
-    if reason in _PULL_FAILURES:
-        return Fault("ImagePullFailed", message or f"image {container['image']}: {reason}")
-    if reason in _CREATE_FAILURES:
-        return Fault("ContainerNotCreated", message or reason)
-    if not (ended or reason == "CrashLoopBackOff") or not last.get("exitCode"):
-        return None
-    words = (last.get("message") or "").strip() or message
-    if last["exitCode"] == WRONG_CONFIGURATION:
-        return Fault("ConfigurationRefused", words)
-    cause = "OutOfMemory" if last.get("reason") == "OOMKilled" else "CrashLooping"
-    return Fault(cause, f"exit code {last['exitCode']}" + (f": {words}" if words else ""))

@@ -61,6 +61,16 @@ def problems(path: str, template: Mapping[str, Any]) -> Iterator[str]:
         yield f"{path}.metadata.labels: {label} is set by the operator; remove it"
 
 
+def names_image(template: Mapping[str, Any], container: str) -> bool:
+    """Whether an overlay gives a container another image than the operator's."""
+    spec = template.get("spec")
+    containers = spec.get("containers") if isinstance(spec, Mapping) else None
+    return any(
+        isinstance(each, Mapping) and each.get("name") == container and bool(each.get("image"))
+        for each in (containers if isinstance(containers, list) else ())
+    )
+
+
 def _merged(field: str, base: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         return merge(base if isinstance(base, Mapping) else {}, value)

@@ -21,12 +21,13 @@ from kvasir.operator.cluster.drain import Drain, shrink
 from kvasir.operator.cluster.objects import Installation, WorkerRevision
 from kvasir.operator.cluster.observed import (
     APPLIED_REPLICAS,
-    Deployment,
+    ROLLOUT_MINIMUM,
     Object,
     Observed,
     Reference,
     reference,
 )
+from kvasir.operator.cluster.rollout import Rollout, rollout, takes_requests
 from kvasir.operator.modelservice import ModelService, Role
 from kvasir.operator.workerpool import WorkerRole
 
@@ -38,7 +39,7 @@ _SCALED = "scaling"
 class Resize:
     """A Deployment that is not wanted any more gets so many replicas; nothing else changes."""
 
-    deployment: str
+    key: Reference
     replicas: int
 
 
@@ -100,18 +101,18 @@ def next_step(
         role: objects.worker_revision(service, role, installation) for role in names.WORKER_ROLES
     }
     wanted = {role: wanted_replicas(service, role, observed) for role in names.WORKER_ROLES}
-    targets, drain_first = _targets({r: newest[r].name for r in newest}, wanted, observed)
+    course = rollout({role: newest[role].name for role in newest}, wanted, observed)
     drains = Drain()
     sizes: dict[str, int] = {}
     for deployment in observed.workers:
         deadline = service.spec.rollout.drain_deadline
-        size, drain = shrink(deployment, targets[deployment.name], observed, now, deadline)
+        size, drain = shrink(deployment, course.targets[deployment.name], observed, now, deadline)
         sizes[deployment.name], drains = size, drains + drain
     apply = (
         *objects.shared(service, installation),
         objects.router_deployment(service, installation, service.spec.router.initial_replicas),
         *_workers(newest.values(), wanted, sizes),
-        *(_pool(service, role, wanted[role], observed) for role in newest),
+        *(_pool(service, role, wanted[role], course, observed) for role in newest),
     )
     names_now = {revision.name for revision in newest.values()}
     old_sizes = {name: size for name, size in sizes.items() if name not in names_now}
@@ -121,7 +122,7 @@ def next_step(
         resize=tuple(_resized(old_sizes, observed)),
         delete=tuple(_unwanted(apply, observed, old_sizes)),
         progress={role: _progress(newest[role], wanted[role], observed) for role in newest},
-        drain_first=drain_first,
+        drain_first=course.drain_first,
     )
 
 
@@ -150,110 +151,33 @@ def _workers(
     newest: Iterable[WorkerRevision], wanted: Mapping[WorkerRole, int], sizes: Mapping[str, int]
 ) -> Iterator[Object]:
     for revision in newest:
-        yield revision.config_map
+        yield from revision.companions
         # What grows does so at once; what shrinks, as far as its workers are drained.
         yield revision.deployment(max(wanted[revision.role], sizes.get(revision.name, 0)))
 
 
-def _pool(service: ModelService, role: WorkerRole, wanted: int, observed: Observed) -> Object:
+def _pool(
+    service: ModelService, role: WorkerRole, wanted: int, course: Rollout, observed: Observed
+) -> Object:
     pool = objects.worker_pool(service, role, wanted)
-    pool["metadata"]["annotations"] = {APPLIED_REPLICAS: _applied(_spec(service, role))}
+    pool["metadata"]["annotations"] = {
+        APPLIED_REPLICAS: _applied(_spec(service, role)),
+        ROLLOUT_MINIMUM: str(course.minimum.get(role, 0)),
+    }
     if seen := observed.objects.get(reference(pool)):
         # Whoever scales the pool at this very moment wins: the API server refuses this write.
         pool["metadata"]["resourceVersion"] = seen["metadata"]["resourceVersion"]
     return pool
 
 
-# --- rollout ----------------------------------------------------------------------------------
-
-
-def _targets(
-    newest: Mapping[WorkerRole, str], wanted: Mapping[WorkerRole, int], observed: Observed
-) -> tuple[dict[str, int], bool]:
-    """Deployment to the replicas that it should end with for now; whether old ones go first."""
-    complete = all(_complete(role, newest[role], wanted[role], observed) for role in newest)
-    targets: dict[str, int] = {}
-    kept: dict[WorkerRole, Deployment] = {}
-    for role, name in newest.items():
-        old = [each for each in observed.of(role) if each.name != name]
-        targets |= dict.fromkeys((each.name for each in old), 0)
-        targets[name] = wanted[role]
-        if old and not complete:
-            kept[role] = max(old, key=lambda each: _worth(each, observed))
-    homeless = {role: _homeless(role, newest[role], observed) for role in newest}
-    for role, deployment in kept.items():
-        targets[deployment.name] = max(0, deployment.replicas - homeless[role])
-    # Where a role has no old worker left to give its place, those of the other one do, if new
-    # ones already do their work.
-    left = sum(
-        max(0, count - (kept[role].replicas if role in kept else 0))
-        for role, count in homeless.items()
-    )
-    for role, deployment in kept.items():
-        if left and _ready(role, newest[role], observed):
-            given = min(left, targets[deployment.name])
-            targets[deployment.name] -= given
-            left -= given
-    return targets, bool(kept) and any(homeless.values())
-
-
-def _ready(role: str, deployment: str, observed: Observed) -> int:
-    return sum(
-        pod.ready and not pod.terminating and pod.draining_since is None
-        for pod in observed.pods_of(role, deployment)
-    )
-
-
-def _complete(role: str, deployment: str, wanted: int, observed: Observed) -> bool:
-    """Whether a role's newest workers are all there, and every router uses them."""
-    if deployment not in {each.name for each in observed.of(role)}:
-        return False
-    used = 0
-    routers = [pod.name for pod in observed.pods_of("router") if pod.ready and not pod.terminating]
-    for pod in observed.pods_of(role, deployment):
-        known = all(
-            observed.fleet.routers.get(router, {}).get(pod.name) == "ready" for router in routers
-        )
-        used += pod.ready and not pod.terminating and pod.draining_since is None and known
-    return used >= wanted
-
-
-def _homeless(role: str, deployment: str, observed: Observed) -> int:
-    """New workers that find no place, but for what pods that are about to end leave to them."""
-    pods = observed.pods_of(role)
-    waiting = sum(
-        pod.deployment == deployment
-        and pod.fault is not None
-        and pod.fault.reason == "Unschedulable"
-        and not pod.terminating
-        for pod in pods
-    )
-    return max(0, waiting - sum(pod.terminating for pod in pods))
-
-
-def _worth(deployment: Deployment, observed: Observed) -> tuple[int, int, str, int, str]:
-    """Which old Deployment to keep meanwhile: of the revision that serves best in all its roles.
-
-    The revision decides before the Deployment does, so that no role keeps another one than the
-    others: routers pair workers within one revision.
-    """
-    serving = [
-        sum(
-            _ready(role, each.name, observed)
-            for each in observed.of(role)
-            if each.revision == deployment.revision
-        )
-        for role in names.WORKER_ROLES
-    ]
-    ready = _ready(deployment.role, deployment.name, observed)
-    return min(serving), sum(serving), deployment.revision, ready, deployment.name
+# --- objects ----------------------------------------------------------------------------------
 
 
 def _resized(sizes: Mapping[str, int], observed: Observed) -> Iterator[Resize]:
     for deployment in observed.deployments:
         size = sizes.get(deployment.name, 0)
         if 0 < size < deployment.replicas:
-            yield Resize(deployment.name, size)
+            yield Resize(Reference(deployment.kind, deployment.name), size)
 
 
 def _unwanted(
@@ -276,7 +200,7 @@ def _progress(newest: WorkerRevision, wanted: int, observed: Observed) -> Progre
         wanted=wanted,
         deployment=newest.name,
         revision=newest.pod_revision,
-        ready=_ready(newest.role, newest.name, observed),
+        ready=takes_requests(observed.pods_of(newest.role, newest.name)),
         draining=sum(pod.draining_since is not None for pod in alive),
         old=sum(pod.deployment != newest.name for pod in alive),
     )

@@ -1,7 +1,8 @@
 """What pods of workers and routers have alike, and what every object carries. Pure.
 
 Pods meet the Pod Security Standard "restricted": no root, no privileges, a read-only root file
-system with a writable /tmp. Which user runs is the image's decision.
+system with a writable /tmp. They run as USER whatever the image says, since one that names no
+number would be refused as root; an overlay can name another.
 
 Reference: https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
@@ -19,10 +20,21 @@ Object = dict[str, Any]
 CONFIG_FOLDER = "/etc/kvasir"
 TMP_FOLDER = "/tmp"  # noqa: S108  # an emptyDir of each pod alone
 
+USER = 65532
+"""User and group of the processes, and group of the files that volumes hold."""
+
 _STARTUP_PERIOD = 2
 _STARTUP_SECONDS = 300
 """For an interpreter with large libraries on a cold disk. Loading a model comes after that."""
 
+_POD_SECURITY: Object = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 _CONTAINER_SECURITY: Object = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -40,6 +52,8 @@ class Installation:
     worker_image: str
     router_image: str
     operator_namespace: str | None = None
+    metrics_namespaces: tuple[str, ...] = ()
+    """Whose pods may read the workers' metrics, beside the operator's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,7 @@ def pod_spec(container: Container, config_map: str, account: str, grace_seconds:
         "serviceAccountName": account,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace_seconds,
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": _POD_SECURITY,
         "containers": [_container(container)],
         "volumes": [
             {"name": "config", "configMap": {"name": config_map}},

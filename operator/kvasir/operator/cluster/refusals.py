@@ -5,7 +5,7 @@ Each is one line ``path: what; the fix``, for a condition of the ModelService.
 
 from collections.abc import Iterator
 
-from kvasir.operator.cluster import overlay
+from kvasir.operator.cluster import multi_node, overlay
 from kvasir.operator.cluster.names import WORKER_ROLES
 from kvasir.operator.modelservice import ModelService, Role
 from kvasir.operator.plan import Refused
@@ -32,7 +32,9 @@ def _problems(service: ModelService) -> Iterator[str]:
     if spec.engine.type != "native":
         yield _not_served("engine.type", spec.engine.type, "native")
     for name in WORKER_ROLES:
-        yield from _role_problems(name, spec.prefill if name == "prefill" else spec.decode)
+        role = spec.prefill if name == "prefill" else spec.decode
+        yield from _role_problems(name, role)
+        yield from multi_node.problems(service, name, role)
     yield from overlay.problems("spec.router.template", spec.router.template or {})
 
 
@@ -45,9 +47,11 @@ def _source_problems(source: str) -> Iterator[str]:
 
 
 def _role_problems(name: str, role: Role) -> Iterator[str]:
-    for kind, size in role.parallelism.model_dump().items():
-        if size != 1:
-            yield _not_served(f"{name}.parallelism.{kind}", size, "1")
+    if not overlay.names_image(role.template or {}, "worker"):
+        instead = "1, or a worker image of your own in the role's template"
+        for kind, size in role.parallelism.model_dump().items():
+            if size != 1:
+                yield _not_served(f"{name}.parallelism.{kind}", size, instead)
     if role.accelerator is not None and role.resources is not None:
         resource = role.accelerator.resource_name
         for part, amounts in role.resources.model_dump().items():

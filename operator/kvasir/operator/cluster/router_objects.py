@@ -19,11 +19,16 @@ from kvasir.operator.cluster.pods import (
     pod_spec,
 )
 from kvasir.operator.modelservice import ModelService
+from kvasir.proto.process import EVERY_ADDRESS
 
 GRACE_SECONDS = 15
 """Between the end of the drain and the end of the process, before the kubelet kills it."""
 LEAVE_SECONDS = 5
 """A stopping router goes on to accept for so long: proxies hear of its end a moment later."""
+
+HOLD_SECONDS = 300.0
+"""How long requests wait where a pool of decode workers may be empty: a worker has to start, which
+with a large model takes minutes."""
 
 _CONFIG_FILE = "router.json"
 
@@ -103,7 +108,7 @@ def _template(service: ModelService, installation: Installation) -> Object:
         name="router",
         image=installation.router_image,
         config_file=_CONFIG_FILE,
-        settings={"router_id": "$(POD_NAME)", "host": "0.0.0.0"},
+        settings={"router_id": "$(POD_NAME)", "host": EVERY_ADDRESS},
         ports={"http": names.HTTP_PORT},
         probed_port="http",
         # Not /ready: without any worker, routers hold requests until one comes.
@@ -127,6 +132,8 @@ def _template(service: ModelService, installation: Installation) -> Object:
 
 def _config(service: ModelService) -> dict[str, Any]:
     """RouterConfig but for what differs between routers."""
+    scaling = service.spec.decode.scaling
+    from_zero = scaling is not None and scaling.min_replicas == 0
     return {
         "port": names.HTTP_PORT,
         "kubernetes": {
@@ -135,4 +142,5 @@ def _config(service: ModelService) -> dict[str, Any]:
         },
         "disaggregation": service.spec.disaggregation.model_dump(),
         "drain_deadline": service.spec.rollout.drain_deadline,
+        **({"no_worker_timeout": HOLD_SECONDS} if from_zero else {}),
     }

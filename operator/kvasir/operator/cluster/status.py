@@ -2,10 +2,13 @@
 
 Conditions:
 
-- Available: requests are answered now, by whatever revision.
+- Available: requests are answered now, by whatever revision. Also where the autoscaler took the
+  last decode worker of an idle service (ScaledToZero): routers hold what comes, and a worker starts
+  for it. While that worker starts it is False, since nobody knows yet whether it will work.
 - Progressing: something is on its way to what the spec wants.
 - Degraded: something hinders that, and will not mend itself; the reason names it.
-- Ready: all of the newest spec is there and works; it sums up the others.
+- Ready: all of the newest spec is there and works; it sums up the others. A pool that is scaled to
+  zero is all there; without prefill workers, decode workers compute prompts themselves.
 
 A condition's time of transition is that of its last change of status. Events tell of transitions
 only, by comparison with the status that is stored: a restarted operator repeats none.
@@ -18,9 +21,10 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from kvasir.operator.cluster import names
-from kvasir.operator.cluster.observed import Fault, Object, Observed, Pod
+from kvasir.operator.cluster.faults import Fault
+from kvasir.operator.cluster.observed import Object, Observed, Pod
 from kvasir.operator.cluster.plan import Plan
-from kvasir.operator.modelservice import ModelService
+from kvasir.operator.modelservice import ModelService, Role
 from kvasir.operator.refusal import in_terms_of_the_spec
 from kvasir.operator.resource_status import (
     Condition,
@@ -73,7 +77,7 @@ def service_status(
     roles = Roles(**{role: _role(role, service, observed, plan) for role in _ROLES})
     degraded = _degraded(observed, refused)
     progressing = _progressing(service, roles, observed, plan)
-    available = _available(service, observed, degraded)
+    available = _available(service, observed, plan, degraded)
     verdicts: dict[Kind, _Verdict] = {
         "Ready": _ready(available, progressing, degraded),
         "Available": available,
@@ -139,7 +143,7 @@ def transitions(stored: Object, status: ModelServiceStatus) -> Iterator[Event]:
         )
 
 
-_ON_THE_WAY = frozenset({"Starting", "Scaling", "RollingOut", "Draining"})
+_ON_THE_WAY = frozenset({"Starting", "StartingFromZero", "Scaling", "RollingOut", "Draining"})
 
 
 # --- roles ------------------------------------------------------------------------------------
@@ -199,17 +203,39 @@ _RANKS = {
 """Which fault is named first: what only a change of the spec mends."""
 
 
-def _available(service: ModelService, observed: Observed, degraded: _Verdict) -> _Verdict:
+def _available(
+    service: ModelService, observed: Observed, plan: Plan, degraded: _Verdict
+) -> _Verdict:
     needed: list[names.Role] = ["router", "decode"]
     if service.spec.disaggregation.mode == "always":
         needed.append("prefill")
-    missing = [role for role in needed if not any(map(_takes_requests, observed.pods_of(role)))]
-    if not missing:
-        return _Verdict("True", "Serving", "Requests are answered.")
-    text = f"No {' and no '.join(missing)} pod is ready."
-    if degraded.status == "True":
-        return _Verdict("False", degraded.reason, _short(f"{text} {degraded.message}"))
-    return _Verdict("False", "NotReady", text)
+    lacking = [role for role in needed if not any(map(_takes_requests, observed.pods_of(role)))]
+    from_zero = _from_zero(service)
+    missing = [r for r in lacking if r not in from_zero or plan.progress[r].wanted > 0]
+    if missing:
+        text = f"No {' and no '.join(missing)} pod is ready."
+        if degraded.status == "True":
+            return _Verdict("False", degraded.reason, _short(f"{text} {degraded.message}"))
+        if from_zero.issuperset(missing):
+            return _Verdict("False", "StartingFromZero", f"{text} {_HOLD}")
+        return _Verdict("False", "NotReady", text)
+    if "decode" in lacking:
+        text = f"No decode pod runs since no request came; one starts for the next. {_HOLD}"
+        return _Verdict("True", "ScaledToZero", text)
+    return _Verdict("True", "Serving", "Requests are answered.")
+
+
+_HOLD = "Routers hold requests until one is ready."
+
+
+def _from_zero(service: ModelService) -> frozenset[names.Role]:
+    """Roles that the autoscaler takes to zero and back."""
+    roles: dict[names.Role, Role] = {"prefill": service.spec.prefill, "decode": service.spec.decode}
+    return frozenset(
+        role
+        for role, spec in roles.items()
+        if spec.scaling is not None and spec.scaling.min_replicas == 0
+    )
 
 
 def _progressing(service: ModelService, roles: Roles, observed: Observed, plan: Plan) -> _Verdict:
@@ -243,6 +269,8 @@ def _ready(available: _Verdict, progressing: _Verdict, degraded: _Verdict) -> _V
     if progressing.status == "True" and progressing.reason != "Draining":
         return _Verdict("False", progressing.reason, progressing.message)
     if available.status == "False":
+        return available
+    if available.reason == "ScaledToZero":
         return available
     return _Verdict("True", "AllReady", "All pods of the newest spec are ready.")
 

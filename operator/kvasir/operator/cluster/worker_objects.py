@@ -1,19 +1,21 @@
 """The workers of a ModelService as Kubernetes objects. Pure.
 
-Each role has one Deployment for each revision of its pods. A Deployment's template never
-changes: what would change it changes its name, so that the operator decides when pods go, and
-not the Deployment controller. What the two revisions of a worker name:
+Each role has one Deployment for each revision of its pods, or one LeaderWorkerSet where a worker
+spans nodes (multi_node.py). Its template never changes: what would change it changes its name, so
+that the operator decides when pods go, and no other controller. What the two revisions of a worker
+name:
 
 - ``revision``, the same for both roles: workers with equal ones exchange KV.
 - ``pod_revision``, of one role: template and configuration. Replicas are no part of it.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from kvasir.operator.cluster import names, overlay
+from kvasir.operator.cluster import multi_node, names, overlay
 from kvasir.operator.cluster.pods import (
     Container,
     Installation,
@@ -29,6 +31,8 @@ from kvasir.operator.plan import revision
 from kvasir.operator.workerpool import KIND as POOL_KIND
 from kvasir.operator.workerpool import WorkerRole
 
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""Label that Kubernetes itself puts on every namespace."""
 GRACE_SECONDS = 15
 """Between the end of the drain and the end of the process, before the kubelet kills it."""
 MODEL_FOLDER = "/models"
@@ -38,18 +42,26 @@ _CONFIG_FILE = "worker.json"
 
 @dataclass(frozen=True, slots=True)
 class WorkerRevision:
-    """All pods of a role that are alike: their Deployment but for its replicas."""
+    """All pods of a role that are alike: what keeps them, but for its replicas."""
 
     role: WorkerRole
     name: str
-    """Of the Deployment and its ConfigMap."""
+    """Of the Deployment and what its pods need."""
     revision: str
     pod_revision: str
     config_map: Object
+    network_policy: Object | None
+    """Of workers that span nodes."""
     _deployment: Object
 
+    @property
+    def companions(self) -> tuple[Object, ...]:
+        """What the pods need, and what goes with them."""
+        policies = () if self.network_policy is None else (self.network_policy,)
+        return (self.config_map, *policies)
+
     def deployment(self, replicas: int) -> Object:
-        """A fresh Deployment of ``replicas`` pods."""
+        """A fresh Deployment of ``replicas`` workers."""
         spec = {"replicas": replicas, **self._deployment["spec"]}
         return {**self._deployment, "spec": spec}
 
@@ -64,10 +76,11 @@ def worker_revision(
     pod_revision = digest(content)
     name = names.deployment(service.name, role, pod_revision)
     marks = {names.REVISION_LABEL: kv_revision, names.POD_REVISION_LABEL: pod_revision}
-    own = metadata(service, name, names.labels(service.name, "worker", role) | marks)
+    labels = names.labels(service.name, "worker", role) | marks
+    own = metadata(service, name, labels)
     template = _template(service, role, installation, name)
     template["metadata"]["labels"] |= marks
-    selected = names.role_selector(service.name, role) | {names.POD_REVISION_LABEL: pod_revision}
+    size = multi_node.pods_for_each_worker(_role(service, role))
     return WorkerRevision(
         role=role,
         name=name,
@@ -80,13 +93,28 @@ def worker_revision(
             "immutable": True,
             "data": {_CONFIG_FILE: text},
         },
-        _deployment={
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": own,
-            "spec": {"selector": {"matchLabels": selected}, "template": template},
-        },
+        network_policy=(
+            multi_node.group_network_policy(service, name, labels, pod_revision)
+            if size > 1
+            else None
+        ),
+        _deployment=(
+            multi_node.leader_worker_set(own, template, size)
+            if size > 1
+            else _deployment(own, template, service, role)
+        ),
     )
+
+
+def _deployment(own: Object, template: Object, service: ModelService, role: WorkerRole) -> Object:
+    selected = names.role_selector(service.name, role)
+    selected[names.POD_REVISION_LABEL] = own["labels"][names.POD_REVISION_LABEL]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": own,
+        "spec": {"selector": {"matchLabels": selected}, "template": template},
+    }
 
 
 def worker_pool(service: ModelService, role: WorkerRole, replicas: int) -> Object:
@@ -139,7 +167,8 @@ def worker_account(service: ModelService) -> Object:
 def worker_network_policy(service: ModelService, installation: Installation) -> Object:
     """Nobody reaches a worker but this service's workers and routers, and the operator.
 
-    Workers trust who reaches them: routers have checked the API keys.
+    Its metrics are read from further namespaces, where the installation names any. Workers trust
+    who reaches them: routers have checked the API keys.
     """
     peers: list[Object] = [
         {"podSelector": {"matchLabels": names.selector(service.name, component)}}
@@ -149,7 +178,7 @@ def worker_network_policy(service: ModelService, installation: Installation) -> 
         peers.append(
             {
                 "namespaceSelector": {
-                    "matchLabels": {"kubernetes.io/metadata.name": installation.operator_namespace}
+                    "matchLabels": {NAMESPACE_NAME: installation.operator_namespace}
                 },
                 "podSelector": {"matchLabels": names.OPERATOR_LABELS},
             }
@@ -164,16 +193,27 @@ def worker_network_policy(service: ModelService, installation: Installation) -> 
             "podSelector": {"matchLabels": names.selector(service.name, "worker")},
             "policyTypes": ["Ingress"],
             "ingress": [
-                {
-                    "from": peers,
-                    "ports": [
-                        {"port": port, "protocol": "TCP"}
-                        for port in (names.GRPC_PORT, names.METRICS_PORT)
-                    ],
-                }
+                {"from": peers, "ports": _ports(names.GRPC_PORT, names.METRICS_PORT)},
+                *_metrics_readers(installation),
             ],
         },
     }
+
+
+def _metrics_readers(installation: Installation) -> Iterator[Object]:
+    """Metrics alone, for every pod of the namespaces that the installation names."""
+    if installation.metrics_namespaces:
+        among = {
+            "key": NAMESPACE_NAME,
+            "operator": "In",
+            "values": list(installation.metrics_namespaces),
+        }
+        peer = {"namespaceSelector": {"matchExpressions": [among]}}
+        yield {"from": [peer], "ports": _ports(names.METRICS_PORT)}
+
+
+def _ports(*numbers: int) -> list[Object]:
+    return [{"port": number, "protocol": "TCP"} for number in numbers]
 
 
 def _role(service: ModelService, role: WorkerRole) -> Role:
@@ -238,6 +278,10 @@ def _model_url(source: str) -> str:
 def _config(service: ModelService, role: WorkerRole, kv_revision: str) -> dict[str, Any]:
     """WorkerConfig but for what differs between the pods of a role."""
     model, engine = service.spec.model, service.spec.engine
+    parallelism = _role(service, role).parallelism
+    spread = {
+        f"{kind}_parallel": size for kind, size in parallelism.model_dump().items() if size > 1
+    }
     return {
         "role": role,
         "port": names.GRPC_PORT,
@@ -255,4 +299,5 @@ def _config(service: ModelService, role: WorkerRole, kv_revision: str) -> dict[s
         "speculative_method": engine.speculative.method,
         "num_speculative_tokens": engine.speculative.num_speculative_tokens,
         "drain_deadline": service.spec.rollout.drain_deadline,
+        **spread,
     }

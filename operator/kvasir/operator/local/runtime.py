@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from kvasir.operator.local.health import AS_IN_PODS, HealthCheck, Timing
 from kvasir.operator.local.state import (
     Instance,
     ProcessRecord,
@@ -17,7 +18,12 @@ from kvasir.operator.local.state import (
     StateDirectory,
     record_of,
 )
-from kvasir.operator.local.supervisor import CommandBuilder, Supervised, component_command
+from kvasir.operator.local.supervisor import (
+    CommandBuilder,
+    Supervised,
+    component_command,
+    earlier_log,
+)
 from kvasir.operator.plan import LocalPlan, Process
 from kvasir.operator.refusal import in_terms_of_the_spec
 from kvasir.operator.supervision import (
@@ -66,7 +72,14 @@ class Failed:
     invalid: bool
 
 
-Event = PhaseChanged | Exited | Failed
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """A process no longer answers its health check, and was killed for that."""
+
+    id: str
+
+
+Event = PhaseChanged | Exited | Failed | Hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,7 @@ class LocalRuntime:
         *,
         url: str,
         command: CommandBuilder = component_command,
+        health: Timing = AS_IN_PODS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """The caller holds the directory's lock as long as the runtime exists."""
@@ -98,10 +112,12 @@ class LocalRuntime:
         self._directory = directory
         self._url = url
         self._command = command
+        self._health = health
         self._clock = clock
         self._observed: dict[str, Observed] = {}
         self._children: dict[str, Supervised] = {}
         self._states: dict[str, ProcessState | None] = {}
+        self._checks: dict[str, HealthCheck] = {}
         self._published: list[dict[str, str]] | None = None
         for process in plan.processes:
             _keep_one_earlier_log(directory, process.id)
@@ -163,11 +179,32 @@ class LocalRuntime:
             self._states[process_id] = state
             if state and state.phase == "ready":
                 self._observed[process_id] = after_ready(self._observed[process_id])
+            self._check_health(process_id, state)
+            child.limit_log()
             if state and (before is None or before.phase != state.phase):
                 yield PhaseChanged(process_id, state.phase, state.detail)
 
+    def _check_health(self, process_id: str, state: ProcessState | None) -> None:
+        """While it says that it is ready: what starts has its own time, what drains a deadline."""
+        if state is None or state.phase != "ready":
+            self._end_check(process_id)
+            return
+        check = self._checks.get(process_id)
+        if check is None:
+            check = self._checks[process_id] = HealthCheck(state.health_address, self._health)
+        self._observed[process_id] = replace(
+            self._observed[process_id], failed_checks=check.failures
+        )
+
+    def _end_check(self, process_id: str) -> None:
+        check = self._checks.pop(process_id, None)
+        if check is not None:
+            check.stop()
+            self._observed[process_id] = replace(self._observed[process_id], failed_checks=0)
+
     def _record_exit(self, child: Supervised, exit_code: int, now: float) -> Exited:
         process_id = child.process.id
+        self._end_check(process_id)
         record = after_exit(self._observed[process_id], exit_code, now)
         self._observed[process_id] = record
         self._states[process_id] = None
@@ -187,6 +224,9 @@ class LocalRuntime:
                 )
             case Kill(id=process_id):
                 self._children[process_id].kill()
+                if self._observed[process_id].failed_checks:
+                    self._end_check(process_id)
+                    yield Hung(process_id)
             case Fail(id=process_id):
                 yield self._failure(process_id)
                 self.stop()
@@ -248,4 +288,4 @@ def _this_process() -> ProcessRecord:
 def _keep_one_earlier_log(directory: StateDirectory, process_id: str) -> None:
     log = directory.log_file(process_id)
     if log.exists():
-        log.replace(log.with_name(f"{log.name}.1"))
+        log.replace(earlier_log(log))

@@ -3,7 +3,8 @@
     <root>/<service>/lock                 held (flock) by the running `kvasir up`
                      instance.json        pid, URL and processes of the running instance
                      workers.json         ready workers, for the router
-                     <process>.config.json, <process>.state.json, <process>.log
+                     <process>.config.json, <process>.state.json, <process>.log,
+                     <process>.log.1       what was logged before that
 
 Every JSON file is replaced by rename, so that no reader sees half of one. A recorded
 process is signaled only if pid, start time and command line all agree.
@@ -57,6 +58,12 @@ class ProcessState:
     detail: str = ""
     address: str = ""
     """host:port of its service; known from phase ready on."""
+    metrics_address: str = ""
+    """host:port of its metrics and health check, if that is another one."""
+
+    @property
+    def health_address(self) -> str:
+        return self.metrics_address or self.address
 
 
 def state_root(environment: Mapping[str, str]) -> Path:
@@ -122,8 +129,8 @@ class StateDirectory:
         # An earlier process of the same id may have left its file.
         if not isinstance(content, dict) or content.get("pid") != pid:
             return None
-        text = {key: str(content.get(key, "")) for key in ("phase", "detail", "address")}
-        return ProcessState(pid, **text)
+        fields = ("phase", "detail", "address", "metrics_address")
+        return ProcessState(pid, **{field: str(content.get(field, "")) for field in fields})
 
     def stop_leftovers(self) -> list[str]:
         """Kill what a `kvasir up` that was itself killed has left; ids of those processes."""

@@ -5,11 +5,13 @@ which then stops them in order. On Linux a process dies with the runtime (child.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvasir.operator.local import child
@@ -19,6 +21,8 @@ from kvasir.operator.plan import Process
 CommandBuilder = Callable[[Process, Path, Path], list[str]]
 """(process, config file, state file) -> command line."""
 
+LOG_LIMIT = 16 * 1024**2
+"""Bytes of a log. One earlier log of the same length is kept."""
 _TAIL = 8192
 """Bytes of a log that are searched for its last line."""
 
@@ -78,6 +82,19 @@ class Supervised:
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
+    def limit_log(self) -> None:
+        """Put a log that is too long aside and begin anew.
+
+        The process holds the file open for appending, so that the file is emptied, not replaced;
+        what the process writes in just that moment is lost.
+        """
+        log = self._directory.log_file(self.process.id)
+        with suppress(FileNotFoundError):  # somebody tidied up: no reason to stop the service
+            if log.stat().st_size > LOG_LIMIT:
+                shutil.copyfile(log, earlier_log(log))
+                os.truncate(log, 0)
+                self._log_start = 0
+
     def terminate(self) -> None:
         self._popen.send_signal(signal.SIGTERM)
 
@@ -86,6 +103,10 @@ class Supervised:
 
     def wait(self) -> None:
         self._popen.wait()
+
+
+def earlier_log(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
 
 
 def _dies_with_us(command: list[str]) -> list[str]:

@@ -1,13 +1,12 @@
 """What the autoscaler is told, what it remembers and what it answers: frozen data.
 
-Times are seconds of one clock that also survives a restart of the operator (the Unix epoch).
+Times are seconds of one clock, such as those since the Unix epoch.
 Holds no decision: those are in the other modules here and in ``scale.py``.
 """
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from kvasir.operator.modelservice import Objectives
@@ -137,29 +136,6 @@ class ScaleState:
     retracted: int = 0
     throughput: Throughput = Throughput()
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), allow_nan=False)
-
-    @staticmethod
-    def from_json(text: str) -> "ScaleState":
-        """The reverse of ``to_json``. Raises ValueError on anything else."""
-        try:
-            data = json.loads(text)
-            speed = data["throughput"]
-            return ScaleState(
-                peaks=tuple((_number(time), int(_number(need))) for time, need in data["peaks"]),
-                since=_time(data["since"]),
-                seen=_time(data["seen"]),
-                changed=_time(data["changed"]),
-                lowered=data["lowered"] is True,
-                retracted=int(_number(data["retracted"])),
-                throughput=Throughput(
-                    _number(speed["tokens"]), _number(speed["busy"]), _number(speed["until"])
-                ),
-            )
-        except (KeyError, TypeError, RecursionError, OverflowError) as error:
-            raise ValueError(f"not the state of an autoscaler: {error!r}") from error
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -175,15 +151,3 @@ class Decision:
     reason: str
     limited_by: LimitedBy
     inputs: Mapping[str, Input]
-
-
-def _time(value: object) -> float | None:
-    return None if value is None else _number(value)
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"not the state of an autoscaler: {value!r} is out of range")
-    return value

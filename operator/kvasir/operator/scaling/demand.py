@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvasir.operator import signals as metrics
-from kvasir.operator.scaling.contracts import RoleSignals, Settings
+from kvasir.operator.scaling.contracts import Role, RoleSignals, Settings
 from kvasir.operator.scaling.view import Samples, View
 from kvasir.operator.scaling.windows import Problem, fresh, increase
-from kvasir.operator.signals import Missing, RouterSample
+from kvasir.operator.signals import Missing, RouterSample, Value
 
 
 @dataclass(frozen=True, slots=True)
 class Routers:
     """What the routers of a service say together.
 
-    ``held`` requests wait for a worker; None if that is not known of every router, or there is
-    none. ``call`` is a clause about what needs a worker of the role now, if anything does.
+    ``held`` requests wait for a worker of the role; None if that is not known of every router, or
+    there is none. ``call`` is a clause about what needs a worker of the role now, if anything does.
     ``problems``: router -> why it is not known what it holds.
     """
 
@@ -32,7 +32,7 @@ def read_routers(signals: RoleSignals, now: float, settings: Settings) -> Router
         if isinstance(samples, Problem):
             problems[name] = samples.text
             continue
-        latest = samples[-1].held_requests
+        latest = _held(samples[-1], signals.role)
         if isinstance(latest, Missing):
             problems[name] = f"{metrics.HELD_REQUESTS} is {latest.value}"
         else:
@@ -40,13 +40,19 @@ def read_routers(signals: RoleSignals, now: float, settings: Settings) -> Router
         without_prefill += _without_prefill(samples, now - settings.rate_window)
     call = None
     if held > 0:
-        call = f"{held:.0f} requests are held by routers"
+        call = f"routers hold {_counted(held, 'request')} until a worker is ready"
     elif signals.role == "prefill" and without_prefill > 0:
-        call = (
-            f"{without_prefill:.0f} prompts were computed by decode workers for want of this role"
-        )
+        call = f"{_counted(without_prefill, 'prompt')} found no prefill worker"
     known = bool(signals.routers) and not problems
     return Routers(held if known else None, call, problems)
+
+
+def _held(sample: RouterSample, role: Role) -> Value:
+    return sample.held_for_prefill if role == "prefill" else sample.held_for_decode
+
+
+def _counted(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}" + ("" if number == 1 else "s")
 
 
 def _without_prefill(samples: tuple[RouterSample, ...], since: float) -> float:

@@ -74,7 +74,7 @@ def _highest(needs: Sequence[Need], wanted: int, settings: Settings) -> Needed:
     known = [need for need in needs if need.up is not None]
     blind = [need for need in needs if need.up is None]
     if not known:
-        text = ", ".join(need.text for need in blind)
+        text = " and ".join(need.text for need in blind)
         return Needed(wanted, text, inputs, blind=True, problems=problems)
     growth = max(known, key=lambda need: need.up or 0.0)
     up = _whole((growth.up or 0.0) / (1 + settings.tolerance))

@@ -25,7 +25,14 @@ from kvasir.operator.scaling.view import (
     queued_prefill,
     requests_of,
 )
-from kvasir.operator.scaling.windows import Problem, change, histogram_increase, increase
+from kvasir.operator.scaling.windows import (
+    Increase,
+    Problem,
+    change,
+    histogram_increase,
+    increase,
+)
+from kvasir.operator.signals import Missing
 
 _INPUTS = (
     "arriving_tokens_per_second",
@@ -50,7 +57,7 @@ class _PromptWork:
 
 
 def _prompt_work(view: View, samples: Samples) -> _PromptWork | Problem:
-    """A queue that has grown has arrived as well, beside what was admitted.
+    """A queue that has grown has arrived as well, beside what was computed.
 
     What is queued counts with its cached tokens: which they are is known at admission.
     """
@@ -61,14 +68,25 @@ def _prompt_work(view: View, samples: Samples) -> _PromptWork | Problem:
     if isinstance(requests, Problem):
         return requests
     since = view.window_start
+    computed = _computed(samples, since)
+    if isinstance(computed, Problem):
+        return computed
+    arrived = computed.amount + change(samples, queued_prefill, since)
+    return _PromptWork(max(0.0, arrived), computed.seconds, queued, requests.total)
+
+
+def _computed(samples: Samples, since: float) -> Increase | Problem:
+    """Prompt tokens that the worker computed; if it does not count them, what it admitted of
+    them, but for the cached ones."""
+    if samples[-1].prefill_tokens is not Missing.ABSENT:
+        return increase(samples, metrics.PREFILL_TOKENS, lambda s: s.prefill_tokens, since)
     prompts = increase(samples, metrics.PROMPT_TOKENS, lambda s: s.prompt_tokens, since)
     if isinstance(prompts, Problem):
         return prompts
     cached = increase(samples, metrics.CACHED_TOKENS, lambda s: s.cached_tokens, since)
     if isinstance(cached, Problem):
         return cached
-    arrived = prompts.amount - cached.amount + change(samples, queued_prefill, since)
-    return _PromptWork(max(0.0, arrived), prompts.seconds, queued, requests.total)
+    return Increase(prompts.amount - cached.amount, prompts.seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,23 +154,37 @@ def busy_intervals(
 ) -> Iterator[tuple[float, float]]:
     """(prompt tokens computed, seconds busy) of each interval that ends later than ``after``.
 
-    A worker is busy while prompt tokens are queued. What it was at both ends of an interval
-    stands for the time between, which is right on average.
+    As the worker counts them, or else estimated from what it admitted and had queued.
     """
     for start, end in pairwise(samples):
-        seconds = end.time - start.time
-        if end.time <= after or seconds > settings.stale_after:
-            continue
-        tokens = _computed(start, end)
-        queues = (start.queued_prefill_tokens, end.queued_prefill_tokens)
-        if tokens is not None and not any(isinstance(queue, Missing) for queue in queues):
-            yield tokens, seconds * sum(queue != 0 for queue in queues) / 2
+        if end.time > after and end.time - start.time <= settings.stale_after:
+            interval = _counted_interval(start, end) or _estimated_interval(start, end)
+            if interval is not None:
+                yield interval
 
 
-def _computed(start: WorkerSample, end: WorkerSample) -> float | None:
-    """Uncached tokens of the prompts admitted in between, which are computed from then on."""
-    values = (start.prompt_tokens, end.prompt_tokens, start.cached_tokens, end.cached_tokens)
-    numbers = [value for value in values if not isinstance(value, Missing)]
-    if len(numbers) < 4:
+def _counted_interval(start: WorkerSample, end: WorkerSample) -> tuple[float, float] | None:
+    tokens = _rise(start.prefill_tokens, end.prefill_tokens)
+    seconds = _rise(start.busy_seconds, end.busy_seconds)
+    return None if tokens is None or seconds is None else (tokens, seconds)
+
+
+def _estimated_interval(start: WorkerSample, end: WorkerSample) -> tuple[float, float] | None:
+    """Uncached tokens of the prompts admitted in between, which are computed from then on.
+
+    A worker is busy while prompt tokens are queued. What it was at both ends of the interval
+    stands for the time between, which is right on average.
+    """
+    prompts = _rise(start.prompt_tokens, end.prompt_tokens)
+    cached = _rise(start.cached_tokens, end.cached_tokens)
+    queues = (start.queued_prefill_tokens, end.queued_prefill_tokens)
+    if prompts is None or cached is None or any(isinstance(queue, Missing) for queue in queues):
         return None
-    return max(0.0, risen(numbers[0], numbers[1]) - risen(numbers[2], numbers[3]))
+    busy = (end.time - start.time) * sum(queue != 0 for queue in queues) / 2
+    return max(0.0, prompts - cached), busy
+
+
+def _rise(before: Value, after: Value) -> float | None:
+    if isinstance(before, Missing) or isinstance(after, Missing):
+        return None
+    return risen(before, after)

@@ -1,4 +1,4 @@
-"""Metrics of the HTTP side. Label values come from the route table and HTTP alone."""
+"""Metrics of the HTTP side. Label values come from the route table, HTTP and closed sets."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -41,6 +41,13 @@ class HttpMetrics:
             ["kind"],
             registry=registry,
         )
+        self._generations = Counter(
+            "kvasir_router_generations_total",
+            "Generations by outcome: finish reason, refusal reason (internal: also a defect of "
+            "the router), or client_gone.",
+            ["outcome"],
+            registry=registry,
+        )
 
     def request_done(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -48,6 +55,10 @@ class HttpMetrics:
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
+
+    def generation_ended(self, outcome: str) -> None:
+        """``outcome``: a finish reason, a refusal's reason, internal or client_gone."""
+        self._generations.labels(outcome).inc()
 
     def tokens(self, usage: Usage) -> None:
         self._tokens.labels("prompt").inc(usage["prompt_tokens"])

@@ -56,7 +56,7 @@ async def respond(
 
 async def _whole(api: Api, plan: Plan, form: AnswerFormat) -> web.StreamResponse | ApiError:
     parts: list[list[Delta]] = [[] for _ in plan.choices]
-    async with running(api.dispatcher, plan, api.metrics.first_token) as batches:
+    async with running(api.dispatcher, plan, api.metrics) as batches:
         async for batch in batches:
             if refused := _refused(batch):
                 return ApiError.of(refused.refusal, refused.retry_after)
@@ -93,7 +93,7 @@ class _Stream:
         """Everything but the ending; an error if the answer is not complete."""
         api = self._request.app[API]
         try:
-            async with running(api.dispatcher, self._plan, api.metrics.first_token) as batches:
+            async with running(api.dispatcher, self._plan, api.metrics) as batches:
                 async for batch in batches:
                     if refused := _refused(batch):
                         return ApiError.of(refused.refusal, refused.retry_after)

@@ -7,10 +7,11 @@ one event per choice waits for a slow reader; nothing else is buffered here.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from kvasir.router.api.choice import Choice, Delta
+from kvasir.router.api.metrics import HttpMetrics
 from kvasir.router.api.plan import Plan
 from kvasir.router.contracts import (
     Dispatcher,
@@ -26,14 +27,11 @@ Batch = list[Delta | Refused]
 
 @asynccontextmanager
 async def running(
-    dispatcher: Dispatcher, plan: Plan, on_first_token: Callable[[float], None]
+    dispatcher: Dispatcher, plan: Plan, metrics: HttpMetrics
 ) -> AsyncIterator[AsyncIterator[Batch]]:
-    """Starts the plan; iterate over the result, which ends when all choices have.
-
-    ``on_first_token`` is told the seconds to the first token of each choice.
-    """
+    """Starts the plan; iterate over the result, which ends when all choices have."""
     streams = [
-        _follow(dispatcher.generate(generation), choices, on_first_token)
+        _counted(_follow(dispatcher.generate(generation), choices, metrics), metrics)
         for generation, choices in plan.followed()
     ]
     async with AsyncExitStack() as stack:
@@ -46,10 +44,30 @@ async def running(
             yield merged
 
 
+async def _counted(
+    stream: AsyncGenerator[Delta | Refused, None], metrics: HttpMetrics
+) -> AsyncGenerator[Delta | Refused, None]:
+    """The stream; its outcome is counted however it ends."""
+    outcome: str | None = None
+    try:
+        async with aclosing(stream) as items:
+            async for item in items:
+                if isinstance(item, Refused):
+                    outcome = item.refusal.reason.name.lower()
+                else:
+                    outcome = item.finish_reason
+                yield item
+    except (GeneratorExit, asyncio.CancelledError):
+        outcome = outcome or "client_gone"
+        raise
+    finally:
+        metrics.generation_ended(outcome or "internal")
+
+
 async def _follow(
     generation: AsyncGenerator[GenerationEvent, None],
     choices: Sequence[Choice],
-    on_first_token: Callable[[float], None],
+    metrics: HttpMetrics,
 ) -> AsyncGenerator[Delta | Refused, None]:
     """One generation until it ends, is refused, or a stop string ends it.
 
@@ -63,7 +81,7 @@ async def _follow(
                 yield event
                 return
             if isinstance(event, Found):
-                on_first_token(time.monotonic() - begin)
+                metrics.first_token(time.monotonic() - begin)
                 for delta in _all_at_once(event, choices):
                     yield delta
                 continue
@@ -72,7 +90,7 @@ async def _follow(
                     yield choice.finish(event)
                 return
             if not choice.completion_tokens:
-                on_first_token(time.monotonic() - begin)
+                metrics.first_token(time.monotonic() - begin)
             yield choice.feed(event)
             if choice.finish_reason is not None:
                 return

@@ -24,8 +24,10 @@ _INLINE_CHARACTERS = 4096
 """Up to here encoding takes less than a millisecond: not worth a change of thread."""
 _POLL_SECONDS = 0.05
 _RETRY_AFTER = 5.0
+_QUEUE_RETRY_AFTER = 1.0
 
 Result = TypeVar("Result")
+_Known = tuple[ModelCard, ModelTokenizer | ApiError]
 BuildTokenizer = Callable[[Mapping[str, bytes]], ModelTokenizer]
 """From the model's tokenizer files; raises TokenizerError."""
 
@@ -47,6 +49,7 @@ class ServedModel:
         self._slots = asyncio.Semaphore(_THREADS)
         self._building = asyncio.Lock()
         self._built: tuple[str, ModelTokenizer] | None = None
+        self._held = 0
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -58,25 +61,44 @@ class ServedModel:
     async def resolve(self, name: str | None) -> Served | ApiError:
         """The model called ``name`` (None: whichever is served).
 
-        Waits for a first worker for as long as the settings say.
+        Waits for a first worker for as long as the settings say, with at most as many others
+        as may be in flight.
         """
         try:
             async with asyncio.timeout(self._config.no_worker_timeout):
-                card, tokenizer = await self._first_known()
+                found = await self._known() or await self._hold()
         except TimeoutError:
-            return _no_worker()
+            return _no_worker(self._config.no_worker_timeout)
+        if isinstance(found, ApiError):
+            return found
+        card, tokenizer = found
         if name not in (None, card.name):
             message = f"model '{name}' is not served here; '{card.name}' is"
             return ApiError.of(Refusal(Reason.MODEL_NOT_FOUND, message, "model"))
         return tokenizer if isinstance(tokenizer, ApiError) else Served(card, tokenizer)
 
-    async def _first_known(self) -> tuple[ModelCard, ModelTokenizer | ApiError]:
+    async def _hold(self) -> _Known | ApiError:
+        """A request waits for a first worker."""
+        if self._held >= self._config.queue_limit:
+            message = f"{self._held} requests wait for a worker; try again later."
+            return ApiError.of(Refusal(Reason.QUEUE_FULL, message), _QUEUE_RETRY_AFTER)
+        self._held += 1
+        try:
+            with self._dispatcher.held():
+                return await self._first_known()
+        finally:
+            self._held -= 1
+
+    async def _first_known(self) -> _Known:
         while True:
-            card = self._dispatcher.model()
-            tokenizer = await self._tokenizer(card) if card else None
-            if card and tokenizer:
-                return card, tokenizer
+            if found := await self._known():
+                return found
             await asyncio.sleep(_POLL_SECONDS)
+
+    async def _known(self) -> _Known | None:
+        card = self._dispatcher.model()
+        tokenizer = await self._tokenizer(card) if card else None
+        return (card, tokenizer) if card and tokenizer else None
 
     async def _tokenizer(self, card: ModelCard) -> ModelTokenizer | ApiError | None:
         if self._built and self._built[0] == card.tokenizer_hash:
@@ -150,6 +172,6 @@ def _plain(message: ChatMessage) -> dict[str, str]:
     return plain | {"name": message.name} if message.name is not None else plain
 
 
-def _no_worker() -> ApiError:
-    message = "no worker of the model is ready yet; try again shortly"
+def _no_worker(waited: float) -> ApiError:
+    message = f"No worker of the model is ready yet (waited {waited:g} s); try again shortly."
     return ApiError.of(Refusal(Reason.NO_CAPACITY, message), _RETRY_AFTER)

@@ -1,10 +1,12 @@
 """The HTTP server under the application: what happens before a handler and beside it.
 
 aiohttp answers by itself where no handler is reached (bytes that are no HTTP, an unknown
-Expect), and lets a client that reads nothing hold its connection for good. Here such answers
-get the shape of the API's errors, and such connections an end. aiohttp has no setting for
-either: ``Runner`` makes it use subclasses of its server and its ``RequestHandler``, which is
-one connection. Metrics and the access log know only what reaches the middleware.
+Expect). It lets a client that reads nothing, or never completes a request's head, hold its
+connection for good, and drops the answer to one that closes its side when it has sent all of its
+request (https://github.com/aio-libs/aiohttp/issues/3659). Here such answers get the shape of the
+API's errors, and such connections an end, or their answer. aiohttp has no setting for any of it:
+``Runner`` makes it use subclasses of its server and its ``RequestHandler``, which is one
+connection. Metrics and the access log know only what reaches the middleware.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, StreamReader, web
 
 from kvasir.router.api.context import API, request_id
 from kvasir.router.api.errors import http_error, internal, malformed
@@ -24,6 +26,14 @@ logger = logging.getLogger("kvasir.router.http")
 _SEND_BUFFER = 128 * 1024
 """Bytes that the kernel is asked to hold for a client. By default it holds megabytes, and a
 slow client could read for minutes before any of it shows here."""
+
+_PROBE_SECONDS = 1.0
+"""Between two looks whether a client that has closed its side still listens."""
+_PROBE_BEFORE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""What means nothing before an answer: a client discards it if it waits for no such thing (RFC
+9110, 15.2.1)."""
+_PROBE_WITHIN = b"3\r\n:\n\n\r\n"
+"""What means nothing in a stream of events, the only answers that are chunked: a comment."""
 
 _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -55,7 +65,7 @@ class _Server(web.Server):
 class _Connection(web.RequestHandler):
     """One connection of a client."""
 
-    __slots__ = ("_stall", "_write_timeout")
+    __slots__ = ("_body", "_head", "_head_timeout", "_probing", "_stall", "_write_timeout")
 
     def __init__(self, server: web.Server, limits: Limits) -> None:
         options: dict[str, Any] = {
@@ -65,6 +75,13 @@ class _Connection(web.RequestHandler):
             "max_field_size": limits.max_header_bytes,
         }
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
+        self._head_timeout = limits.head_timeout
+        self._head: asyncio.TimerHandle | None = None
+        """Runs while the head of a request is due."""
+        self._body: StreamReader | None = None
+        """Of the last request whose head has come."""
+        self._probing: asyncio.TimerHandle | None = None
+        """Runs once the client has closed its side."""
         self._write_timeout = limits.write_timeout
         self._stall: asyncio.TimerHandle | None = None
         """Runs while more waits for the client than the transport likes to hold."""
@@ -92,12 +109,78 @@ class _Connection(web.RequestHandler):
         response.force_close()
         return response
 
-    # --- a client that takes nothing -------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._await_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        for timer in (self._head, self._probing):
+            if timer is not None:
+                timer.cancel()
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    @property
+    def _unanswered(self) -> int:
+        """Requests whose heads have come; one is being answered while none is waited for."""
+        return len(self._messages) + (self._waiter is None)
+
+    # --- a client that does not complete a head --------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count > before:
+            self._body = self._messages[-1][1]
+            if self._head is not None:
+                self._head.cancel()
+                self._head = None
+        elif self._head is None and not self._unanswered:
+            self._await_head()
+
+    def _await_head(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._head = loop.call_later(self._head_timeout, self._give_up_head)
+
+    def _give_up_head(self) -> None:
+        self._head = None
+        if not self._unanswered:
+            logger.info(
+                "no request's head in %g s, closing the connection client=%s",
+                self._head_timeout,
+                self.peername,
+            )
+            self.force_close()
+
+    # --- a client that closes its side and waits for the answer -----------------------------
+
+    def eof_received(self) -> bool:  # type: ignore[override] # asyncio asks: keep the other side?
+        complete = self._body is not None and self._body.is_eof()
+        if self._probing is None and complete and self._unanswered:
+            if self._unanswered == 1:
+                self.close()  # after the answer
+            self._probe()
+        return self._probing is not None
+
+    def _probe(self) -> None:
+        """A client that has left answers whatever is sent to it with a reset, which is known the
+        next time; one that has only closed its side does not."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        if not self._unanswered:
+            self.force_close()
+            return
+        request = self._current_request
+        if request is not None and not self.transport.get_write_buffer_size():
+            if request.writer.output_size == 0 and request.version >= HttpVersion11:
+                self.transport.write(_PROBE_BEFORE)
+            elif request.writer.output_size and getattr(request.writer, "chunked", False):
+                self.transport.write(_PROBE_WITHIN)
+        self._probing = asyncio.get_running_loop().call_later(_PROBE_SECONDS, self._probe)
+
+    # --- a client that takes nothing -------------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -106,10 +189,6 @@ class _Connection(web.RequestHandler):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_watching()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_watching()
-        super().connection_lost(exc)
 
     def _watch(self) -> None:
         """While writing is paused nothing is added, so less waiting means that some was taken."""

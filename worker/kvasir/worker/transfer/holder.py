@@ -153,6 +153,8 @@ class Holder:
             ready = total if done else min(hold.computed_tokens // block_size, total - 1)
             if ready <= next_block:
                 continue
+            if done:
+                self._metrics.prefilled(hold.queue_seconds + hold.compute_seconds)
             result = _result(done, request.skip_tokens, hold) if done else None
             ahead = spans(next_block, ready, blocks_per_frame(self._identity.block_bytes))
             sent = await sender.send(ahead, result)
