@@ -79,18 +79,26 @@ class _Election:
         """Since when that stands, on this machine's monotonic clock."""
         self._renewed = 0.0
 
+    @property
+    def _left(self) -> float:
+        """Seconds until the leader stops, unless it renews the lease."""
+        return self._renewed + self._lease.deadline - time.monotonic()
+
     async def acquire(self) -> None:
-        """Returns when the lease is this process's."""
-        while not await self._try():  # noqa: ASYNC110 - it waits for another machine
+        """Returns when the lease is this process's, for long enough to be renewed."""
+        while not await self._try_for_long():  # noqa: ASYNC110 - it waits for another machine
             await asyncio.sleep(self._lease.period)
+
+    async def _try_for_long(self) -> bool:
+        # An answer that came late tells of a lease that may be over by now: it is asked for anew.
+        return await self._try() and self._left > self._lease.period
 
     async def renew(self) -> None:
         """Until it fails for too long: LeaseLostError."""
-        while time.monotonic() - self._renewed < self._lease.deadline:
+        while self._left > 0:
             await asyncio.sleep(self._lease.period)
-            left = self._renewed + self._lease.deadline - time.monotonic()
             try:
-                async with asyncio.timeout(max(0.1, left)):
+                async with asyncio.timeout(max(0.1, self._left)):
                     mine = await self._try()
             except TimeoutError:
                 continue
