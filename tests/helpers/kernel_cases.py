@@ -146,7 +146,7 @@ def main() -> None:
     """Many cases of everything."""
     kernels = Kernels(Path(sys.argv[1]), "under test")
     random = Random(11)
-    for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 40):
+    for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 12):
         seed = random.randrange(2**32)
         check_linear(kernels, random_linear(random))
         check_attention(kernels, random_attention(random))

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from helpers.models import TINY_VOCAB, load, reference_greedy, save_tiny
 from helpers.tiny_scheduler import TinyScheduler
 from kvasir.worker.loader import ModelError
+from kvasir.worker.model.gguf_file import GgufReader
+from kvasir.worker.model.gguf_types import read_tensor
 from kvasir.worker.model.gguf_weights import GgufFile
 
 NAMES = {
@@ -114,6 +116,28 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert sequence.output == reference_greedy(reference, prompt, 10)
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "F16", "BF16"])
+def test_values_equal_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
+    """Bit by bit: the types decoded here, and one that is left to the package."""
+    random = np.random.default_rng(3).standard_normal((6, 64)).astype(np.float32)
+    quantization = gguf.GGMLQuantizationType[kind]
+    stored = gguf.quantize(random, quantization)
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_string("first", "a key of another length than the next one")
+    writer.add_array("second", [1.5, -2.0])
+    writer.add_tensor("t", stored, raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    reader = GgufReader(tmp_path / "one.gguf")
+    assert reader.metadata["first"] == "a key of another length than the next one"
+    assert reader.metadata["second"] == [1.5, -2.0]
+    assert reader.tensors["t"].shape == (6, 64)
+    found = read_tensor(reader, reader.tensors["t"]).float().numpy()
+    assert np.array_equal(found, gguf.dequantize(stored, quantization))
+
+
 def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path: Path) -> None:
     reference = save_tiny("llama", tmp_path)
     path = tmp_path / "tiny.gguf"
@@ -122,6 +146,10 @@ def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="not a readable GGUF file"):
         GgufFile(path)
+    for size in (0, 3, 10, 40, 200, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match="not a readable GGUF file"):
+            GgufFile(path)
     path.write_bytes(whole.replace(b"llama", b"gemma"))
     with pytest.raises(ModelError, match="unsupported architecture 'gemma'"):
         GgufFile(path)

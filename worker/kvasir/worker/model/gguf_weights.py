@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gguf import GGUFReader, dequantize
 
 from kvasir.worker.model.config import MODEL_TYPES, ModelConfig
 from kvasir.worker.model.errors import ModelError
 from kvasir.worker.model.fingerprint import Span, WeightFile
+from kvasir.worker.model.gguf_file import GgufError, GgufReader
+from kvasir.worker.model.gguf_types import UnsupportedTypeError, read_tensor, stored_size
 from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
 
 _GLOBAL_NAMES = {
@@ -46,30 +46,30 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OSError) as error:
+            self._reader = GgufReader(path)
+            sizes = {t.name: stored_size(t) for t in self._reader.tensors.values()}
+            for tensor in self._reader.tensors.values():
+                self._reader.bytes_at(tensor, sizes[tensor.name])
+        except (GgufError, OSError) as error:
             raise ModelError(
                 "model", f"{path} is not a readable GGUF file ({error})", "download it again"
             ) from error
         self.path = path
-        self.metadata: dict[str, Any] = {
-            key: field.contents() for key, field in self._reader.fields.items()
-        }
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.metadata = self._reader.metadata
+        self._tensors = self._reader.tensors
+        self._sizes = sizes
         hf_names = {_hf_name(name): name for name in self._tensors}
         self._gguf_names = {hf: name for hf, name in hf_names.items() if hf is not None}
         self.config = self._config()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """GGUF states the fastest dimension first; here it is last, as in torch."""
         return {
-            name: tuple(int(size) for size in reversed(self._tensors[gguf_name].shape))
-            for name, gguf_name in self._gguf_names.items()
+            name: self._tensors[gguf_name].shape for name, gguf_name in self._gguf_names.items()
         }
 
     @property
     def file(self) -> WeightFile:
-        spans = (Span(int(t.data_offset), int(t.n_bytes)) for t in self._reader.tensors)
+        spans = (Span(t.offset, self._sizes[t.name]) for t in self._tensors.values())
         return WeightFile(self.path, tuple(spans))
 
     def read(self, name: str) -> torch.Tensor:
@@ -83,18 +83,14 @@ class GgufFile:
         return tensor
 
     def _dequantized(self, gguf_name: str) -> torch.Tensor:
-        tensor = self._tensors[gguf_name]
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
+            return read_tensor(self._reader, self._tensors[gguf_name])
+        except UnsupportedTypeError as error:
             raise ModelError(
                 "model",
-                f"{self.path.name} has tensors of the unsupported type {tensor.tensor_type.name}",
+                f"{self.path.name} has tensors of the unsupported type {error}",
                 "use another quantization of the model",
             ) from error
-        if np.may_share_memory(values, tensor.data):
-            values = values.copy()
-        return torch.from_numpy(values)
 
     def _config(self) -> ModelConfig:
         architecture = self.metadata.get("general.architecture")
@@ -126,7 +122,7 @@ class GgufFile:
         first_layer = {name.removeprefix("blk.0.") for name in self._tensors}
         return ModelConfig(
             model_type=architecture,
-            vocab_size=int(embedding.shape[1]),
+            vocab_size=embedding.shape[0],
             hidden_size=hidden,
             intermediate_size=self._need(architecture, "feed_forward_length"),
             num_layers=self._need(architecture, "block_count"),
@@ -136,7 +132,9 @@ class GgufFile:
             context=min(context, self._get(architecture, "attention.sliding_window") or context),
             rms_norm_eps=self._need(architecture, "attention.layer_norm_rms_epsilon"),
             rope_theta=self._get(architecture, "rope.freq_base", 10000.0),
-            rope_divisors=None if divisors is None else tuple(divisors.data.tolist()),
+            rope_divisors=None
+            if divisors is None
+            else tuple(read_tensor(self._reader, divisors).tolist()),
             tied_embeddings="output.weight" not in self._tensors,
             qkv_bias="attn_q.bias" in first_layer,
             output_bias="attn_output.bias" in first_layer,

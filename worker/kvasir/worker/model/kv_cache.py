@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvasir.worker.contracts import BlockCopy
-from kvasir.worker.kernels.memory import huge_empty
+from kvasir.worker.kernels.memory import huge_zeros
 from kvasir.worker.model.config import ModelConfig
 
 
@@ -32,7 +32,7 @@ class KvCache:
         # Zeroed: padding is masked, but 0 * NaN of stale memory would still be NaN. It also
         # claims the memory now, so that a machine with too little fails at the start.
         self._data = (
-            huge_empty(shape, dtype).zero_()
+            huge_zeros(shape, dtype)
             if device.type == "cpu"
             else torch.zeros(shape, dtype=dtype, device=device)
         )
