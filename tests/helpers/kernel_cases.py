@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from kvasir.worker.kernels import reference
 from kvasir.worker.kernels.library import CCache, Kernels
-from kvasir.worker.kernels.packed import pack_bf16, padded
+from kvasir.worker.kernels.packed import pack_bf16, pack_int8, padded
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,30 @@ def check_linear(kernels: Kernels, case: LinearCase) -> None:
     expected = reference.linear(x, weight, bias)
     torch.testing.assert_close(found, expected, atol=2e-5 * case.inputs, rtol=1e-5)
     # The rest of the batch changes nothing.
+    assert torch.equal(alone[0], found[-1])
+
+
+def check_int8(kernels: Kernels, case: LinearCase, int8_activations: bool) -> None:
+    torch.manual_seed(case.seed)
+    values = torch.randint(-127, 128, (case.outputs, case.inputs), dtype=torch.int8)
+    scales = torch.rand(case.outputs) + 0.01
+    bias = torch.randn(case.outputs) if case.bias else None
+    x = torch.randn(case.rows, case.inputs).bfloat16()
+    x[0] = 0
+    packed = pack_int8(values, scales, bias, int8_activations=int8_activations)
+    rows = pad(x, (0, packed.padded_inputs - case.inputs)).contiguous()
+    engine = kernels.create(case.threads)
+    try:
+        found = kernels.logits(engine, packed, rows)
+        alone = kernels.logits(engine, packed, rows[-1:].contiguous())
+    finally:
+        kernels.destroy(engine)
+    exact = reference.rounded_rows(x) if int8_activations else x
+    expected = reference.linear(exact, values.double() * scales[:, None].double(), bias)
+    # Where activations are multiplied in two bytes, each is off by a 65,534th of its row's greatest.
+    step = 0.0 if int8_activations else x.abs().max().item() / 65534
+    atol = (1e-4 + step) * 127 * case.inputs
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
     assert torch.equal(alone[0], found[-1])
 
 
@@ -149,6 +173,8 @@ def main() -> None:
     for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 12):
         seed = random.randrange(2**32)
         check_linear(kernels, random_linear(random))
+        check_int8(kernels, random_linear(random), int8_activations=False)
+        check_int8(kernels, random_linear(random), int8_activations=True)
         check_attention(kernels, random_attention(random))
         check_rms_norm(kernels, random.randint(1, 5), random.randint(1, 70), seed)
         check_rotate(kernels, random.randint(1, 5), 2 * random.randint(1, 70), seed % 2 == 0, seed)

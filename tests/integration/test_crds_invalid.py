@@ -55,6 +55,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"model": {**SOURCE, "maxModelLen": 0}}, "spec.model.maxModelLen in body should be greater"),
     ({"model": {**SOURCE, "dtype": "fp16"}}, 'spec.model.dtype: Unsupported value: "fp16"'),
     ({"model": {**SOURCE, "quantization": "int3"}}, "spec.model.quantization: Unsupported value"),
+    (
+        {"model": {**SOURCE, "activationQuantization": "int8"}},
+        "activationQuantization int8 needs quantization int8",
+    ),
     ({"engine": []}, "spec.engine in body must be of type object"),
     ({"engine": {"type": "x"}}, 'spec.engine.type: Unsupported value: "x": supported values: "nat'),
     ({"engine": {"blockSize": 0}}, "spec.engine.blockSize in body should be greater than or equal"),

@@ -120,6 +120,22 @@ async def test_disaggregated_is_the_same_as_alone(
         assert prefill.wait_exit() == 0
 
 
+async def test_quantized_worker_answers_and_its_kv_is_not_taken_for_another(
+    folder: Path, decode: WorkerProcess, prompt: list[int], alone: list[int]
+) -> None:
+    settings = {"quantization": "int8", "activation_quantization": "int8"}
+    with worker_process(folder, "int8", role="both", **settings) as quantized:
+        quantized.wait_ready()
+        async with session_with(quantized) as session:
+            await ask(session, "int8", prompt)
+            assert len(token_ids(await session.finished("int8"))) == MAX_TOKENS
+        async with session_with(decode) as session:
+            await ask(session, "mixed", prompt, quantized)
+            outputs = await session.finished("mixed")
+        assert token_ids(outputs) == alone
+        assert outcome_of(outputs) == pb.PREFILL_OUTCOME_RECOMPUTED
+
+
 @pytest.mark.parametrize(
     ("number", "outcome", "settings"),
     [

@@ -101,9 +101,9 @@ def test_any_overlay_is_refused_or_merged_and_changes_no_selector(template: dict
         ({"model": {"source": "file:///m"}}, "spec.model.source", "pvc://CLAIM/PATH"),
         ({"model": {"source": "pvc://c/a/../b"}}, "spec.model.source", "write the path without"),
         (
-            {"model": {"source": "bundled://m", "quantization": "int8"}},
+            {"model": {"source": "bundled://m", "quantization": "fp8"}},
             "spec.model.quantization",
-            "use none",
+            "use none, int8 or int4",
         ),
         ({"engine": {"type": "vllm"}}, "spec.engine.type", "use native"),
         ({"decode": {"parallelism": {"tensor": 2}}}, "spec.decode.parallelism.tensor", "use 1"),

@@ -15,6 +15,7 @@ from helpers.kernel_cases import (
     AttentionCase,
     LinearCase,
     check_attention,
+    check_int8,
     check_linear,
     check_rms_norm,
     check_rotate,
@@ -53,6 +54,20 @@ def cases(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]
 )
 def test_linear(kernels: Kernels, **fields: Any) -> None:
     check_linear(kernels, LinearCase(**fields))
+
+
+@cases(60)
+@given(
+    rows=st.integers(1, 140),
+    inputs=st.integers(1, 130),
+    outputs=st.integers(1, 170),
+    bias=st.booleans(),
+    threads=st.integers(1, 4),
+    seed=SEEDS,
+    int8_activations=st.booleans(),
+)
+def test_int8(kernels: Kernels, int8_activations: bool, **fields: Any) -> None:
+    check_int8(kernels, LinearCase(**fields), int8_activations)
 
 
 @cases(60)

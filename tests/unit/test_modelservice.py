@@ -268,6 +268,11 @@ INVALID_MODELS = [
     ("{source: 'file:///x', dtype: fp16}", "spec.model.dtype", "one of auto, float32"),
     ("{source: 'file:///x', dtype: bfloat}", "spec.model.dtype", "did you mean bfloat16?"),
     ("{source: 'file:///x', quantization: int3}", "spec.model.quantization", "did you mean int"),
+    (
+        "{source: 'file:///x', quantization: int4, activationQuantization: int8}",
+        "spec.model",
+        "activationQuantization int8 needs quantization int8",
+    ),
 ]
 
 

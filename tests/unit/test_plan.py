@@ -81,7 +81,7 @@ def test_threads(cores: int, prefill: int, decode: int, threads: int) -> None:
     [
         ("model: {source: 'hf://a/b'}", "spec.model.source", "file:///path"),
         ("model: {source: 'pvc://a/b'}", "spec.model.source", "file:///path"),
-        ("model: {source: 'file:///a', quantization: int8}", "spec.model.quantization", "none"),
+        ("model: {source: 'file:///a', quantization: fp8}", "spec.model.quantization", "int8"),
         ("engine: {type: vllm}", "spec.engine.type", "native"),
         ("prefill: {parallelism: {tensor: 2}}", "spec.prefill.parallelism.tensor", "use 1"),
         ("decode: {parallelism: {pipeline: 2}}", "spec.decode.parallelism.pipeline", "use 1"),
@@ -140,3 +140,13 @@ def test_revision_changes_with_model_and_engine_only() -> None:
     assert len(same) == 1
     assert of("engine: {blockSize: 32}") not in same
     assert len(of("")) == 10
+
+
+def test_quantization_reaches_every_worker() -> None:
+    model = "{source: 'file:///a', quantization: int8, activationQuantization: int8}"
+    service = parse(f"{HEAD}spec: {{model: {model}}}")
+    result = plan_local(service, MACHINE, port=0, workers_file=Path("w"))
+    assert isinstance(result, LocalPlan)
+    for process in result.processes[:-1]:
+        worker = WorkerConfig.model_validate(process.config)
+        assert (worker.quantization, worker.activation_quantization) == ("int8", "int8")

@@ -9,6 +9,7 @@ from kvasir.bench.engine_command import engine
 from kvasir.bench.exact_command import exact
 from kvasir.bench.kv_command import kv
 from kvasir.bench.prefix_command import prefix
+from kvasir.bench.quality_command import quality
 from kvasir.bench.serve_command import serve
 from kvasir.bench.speculation_command import speculation
 
@@ -31,3 +32,4 @@ bench.add_command(prefix)
 bench.add_command(kv)
 bench.add_command(disaggregation)
 bench.add_command(speculation)
+bench.add_command(quality)

@@ -51,7 +51,12 @@ def disaggregation(ctx: click.Context, /, **given: Any) -> None:
             f"{threads} cannot be halved: give an even number", param_hint="--threads"
         )
     worker = WorkerConfig(
-        worker_id="bench", model=given["model"], dtype=given["dtype"], threads=threads
+        worker_id="bench",
+        model=given["model"],
+        dtype=given["dtype"],
+        quantization=given["quantization"],
+        activation_quantization=given["activation_quantization"],
+        threads=threads,
     )
     work = Workload(
         rate=given["rate"],
@@ -66,6 +71,8 @@ def disaggregation(ctx: click.Context, /, **given: Any) -> None:
     settings = {
         "model": worker.model,
         "dtype": worker.dtype,
+        "quantization": worker.quantization,
+        "activation quantization": worker.activation_quantization,
         "threads": f"{threads} in total",
         "open loop, rate": work.rate,
         "requests": work.requests,

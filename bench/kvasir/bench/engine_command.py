@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from kvasir.bench.in_process import quantization_options
 from kvasir.bench.machine import describe_machine
 from kvasir.bench.options import COUNT, common_options
 from kvasir.bench.report import output, print_header, progress, spread_cell, table, write_json
@@ -38,6 +39,7 @@ def _default_cache() -> Path:
     show_default=True,
 )
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores.")
+@quantization_options
 @click.option(
     "--max-batched-tokens",
     type=COUNT,
@@ -92,6 +94,8 @@ def _measure(
         worker_id="bench",
         model=given["model"],
         dtype=given["dtype"],
+        quantization=given["quantization"],
+        activation_quantization=given["activation_quantization"],
         threads=given["threads"] or usable_cores(),
         max_batched_tokens=given["max_batched_tokens"],
     )
@@ -101,6 +105,7 @@ def _measure(
         settings = {
             "model": config.model,
             "dtype": loaded.layout.dtype,
+            "quantization": loaded.layout.quantization,
             "threads": config.threads,
             "max_batched_tokens": config.max_batched_tokens,
             "sampling": "greedy, ignore_eos",

@@ -17,8 +17,28 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def quantization_options(function: Callable[P, R]) -> Callable[P, R]:
+    """--quantization and --activation-quantization."""
+    for option in (
+        click.option(
+            "--activation-quantization",
+            type=click.Choice(["none", "int8"]),
+            default="none",
+            show_default=True,
+        ),
+        click.option(
+            "--quantization",
+            type=click.Choice(["none", "int8", "int4"]),
+            default="none",
+            show_default=True,
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 def model_options(function: Callable[P, R]) -> Callable[P, R]:
-    """--model, --dtype and --threads."""
+    """--model, --dtype, --threads, and how weights and activations are quantized."""
     for option in (
         click.option(
             "--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores."
@@ -32,7 +52,7 @@ def model_options(function: Callable[P, R]) -> Callable[P, R]:
         click.option("--model", default="bundled://smollm2-135m-instruct", show_default=True),
     ):
         function = option(function)
-    return function
+    return quantization_options(function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,8 @@ def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) ->
         worker_id="bench",
         model=given["model"],
         dtype=given["dtype"],
+        quantization=given["quantization"],
+        activation_quantization=given["activation_quantization"],
         threads=given["threads"] or usable_cores(),
         **worker,
     )
@@ -87,6 +109,7 @@ def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) ->
     settings = {
         "model": config.model,
         "dtype": loaded.layout.dtype,
+        "quantization": loaded.layout.quantization,
         "threads": config.threads,
         "block size": config.block_size,
         "sampling": "greedy, ignore_eos",

@@ -107,6 +107,8 @@ def _workers(service: ModelService, machine: Machine) -> Iterator[Process]:
         "served_name": service.served_name,
         "max_model_len": model.max_model_len,
         "dtype": model.dtype,
+        "quantization": model.quantization,
+        "activation_quantization": model.activation_quantization,
         # Rounded up: one core too many for a moment costs less than an idle core, because a
         # request is rarely computed on a prefill and a decode worker at the same time.
         "threads": max(1, -(-machine.cores // (prefill + decode))),
@@ -138,8 +140,8 @@ def _problems(service: ModelService, machine: Machine) -> Iterator[str]:
             f"spec.model.source: {scheme}:// is not available on the local runtime; "
             "use file:///path/to/model or bundled://smollm2-135m-instruct"
         )
-    if spec.model.quantization != "none":
-        yield _unavailable("model.quantization", spec.model.quantization, "none")
+    if spec.model.quantization == "fp8":
+        yield _unavailable("model.quantization", "fp8", "none, int8 or int4")
     if spec.engine.type != "native":
         yield _unavailable("engine.type", spec.engine.type, "native")
     yield from _role_problems("prefill", spec.prefill)

@@ -13,6 +13,8 @@ WORKER_FIELDS = {
     "served_name": "spec.model.servedName",
     "max_model_len": "spec.model.maxModelLen",
     "dtype": "spec.model.dtype",
+    "quantization": "spec.model.quantization",
+    "activation_quantization": "spec.model.activationQuantization",
     "block_size": "spec.engine.blockSize",
     "kv_cache_memory": "spec.engine.kvCacheMemory",
     "max_batched_tokens": "spec.engine.maxBatchedTokens",
@@ -26,7 +28,7 @@ WORKER_FIELDS = {
 
 _COMPONENT = re.compile(r"kvasir-(?:worker|router): ")
 _FIELD_AT_FAULT = re.compile(rf"({'|'.join(WORKER_FIELDS)})(?=: )")
-# `model` and `dtype` are also words; a name in a path is part of the path.
+# `model`, `dtype` and `quantization` are also words; a name in a path is part of the path.
 _FIELD = re.compile(rf"(?<![\w./-])({'|'.join(n for n in WORKER_FIELDS if '_' in n)})(?![\w/-])")
 _SIZE = re.compile(r"(\d+) bytes")
 _LEAST_SIZE = re.compile(r"(?<=at least )(\d+)")

@@ -35,6 +35,11 @@ class WorkerConfig(BaseModel):
     """Longest prompt plus output, in tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 where the hardware computes in it, else float32."""
+    quantization: Literal["none", "int8", "int4", "fp8"] = "none"
+    """What weights are rounded to when they are loaded; activations stay in ``dtype``."""
+    activation_quantization: Literal["none", "int8"] = "none"
+    """int8: activations too, which is faster for many tokens at once, and less exact. Needs
+    quantization int8."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA when present."""
     threads: Annotated[int, Field(ge=0)] = 0

@@ -14,6 +14,7 @@ import torch
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.kernels.library import Kernels, find_kernels
+from kvasir.worker.kernels.memory import return_free_memory
 from kvasir.worker.model.backend import Decoder
 from kvasir.worker.model.config import ModelConfig
 from kvasir.worker.model.decoder import TorchDecoder
@@ -21,6 +22,8 @@ from kvasir.worker.model.errors import ModelError
 from kvasir.worker.model.kernel_decoder import KernelDecoder
 from kvasir.worker.model.kv_cache import KvCache
 from kvasir.worker.model.machine import computes_bfloat16, free_memory, usable_cores
+from kvasir.worker.model.quantization import Quantization
+from kvasir.worker.model.reader import WeightReader
 from kvasir.worker.model.source import ModelSource, open_source
 from kvasir.worker.model.weights import check_weights, expected_shapes
 from kvasir.worker.runner import TorchRunner
@@ -60,6 +63,7 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     torch.set_num_threads(threads)
     device = _device(config)
     dtype = _dtype(config, device)
+    quantization = _quantization(config)
     progress(f"opening {config.model}")
     source = open_source(config.model)
     model = source.config
@@ -67,9 +71,13 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     num_blocks = _num_blocks(config, model, dtype)
     check_weights(source.weights, model)
     _check_memory(config, model, dtype, device)
-    decoder = _decoder(config, source, dtype, device, threads, progress)
+    # What is to be rounded is read as it is: to round twice is worse.
+    read_as = dtype if quantization.weights == "none" else torch.float32
+    reader = WeightReader(model, source.weights, read_as, device, progress)
+    decoder = _decoder(config, reader, dtype, quantization, threads)
     progress(f"allocating {num_blocks} KV blocks")
     cache = KvCache(model, num_blocks, config.block_size, dtype, device)
+    return_free_memory()
     return LoadedModel(
         runner=TorchRunner(
             decoder, cache, source.eos_token_ids, _draft_model(config, source, decoder)
@@ -77,43 +85,36 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
         vocab_size=model.vocab_size,
         eos_token_ids=source.eos_token_ids,
         max_model_len=config.max_model_len,
-        layout=_layout(config, source, dtype),
+        layout=_layout(config, source, dtype, quantization),
         tokenizer_files=dict(source.tokenizer_files),
     )
 
 
 def _decoder(
     config: WorkerConfig,
-    source: ModelSource,
+    reader: WeightReader,
     dtype: torch.dtype,
-    device: torch.device,
+    quantization: Quantization,
     threads: int,
-    progress: Callable[[str], None],
 ) -> Decoder:
     """The CPU kernels for bfloat16 where they can be had, else torch."""
-    if device.type == "cpu" and dtype is torch.bfloat16:
-        progress("loading the CPU kernels")
+    if reader.device.type == "cpu" and dtype is torch.bfloat16:
+        reader.progress("loading the CPU kernels")
         kernels = find_kernels()
         if isinstance(kernels, Kernels):
             return KernelDecoder(
-                source.config,
-                source.weights,
+                reader,
                 kernels,
+                quantization=quantization,
                 threads=threads,
                 max_positions=config.max_model_len,
-                progress=progress,
             )
         _log.warning(
             "no CPU kernels: %s; torch computes instead, at a quarter of the speed or less",
             kernels.reason,
         )
     return TorchDecoder(
-        source.config,
-        source.weights,
-        dtype=dtype,
-        device=device,
-        max_positions=config.max_model_len,
-        progress=progress,
+        reader, dtype=dtype, quantization=quantization, max_positions=config.max_model_len
     )
 
 
@@ -146,6 +147,23 @@ def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
         )
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return dtypes[config.dtype]
+
+
+def _quantization(config: WorkerConfig) -> Quantization:
+    if config.quantization == "fp8":
+        raise ModelError(
+            "quantization",
+            "fp8 is not supported: no CPU computes in it, and there are no GPU kernels for it yet",
+            "set quantization to none, int8 or int4",
+        )
+    if config.activation_quantization != "none" and config.quantization != "int8":
+        raise ModelError(
+            "activation_quantization",
+            f"int8 activations cannot be multiplied with weights of quantization "
+            f"{config.quantization}",
+            "set quantization to int8, or activation_quantization to none",
+        )
+    return Quantization(config.quantization, config.activation_quantization)
 
 
 def _check_length(config: WorkerConfig, model: ModelConfig) -> None:
@@ -186,7 +204,9 @@ def _check_memory(
         )
 
 
-def _layout(config: WorkerConfig, source: ModelSource, dtype: torch.dtype) -> pb.KvLayout:
+def _layout(
+    config: WorkerConfig, source: ModelSource, dtype: torch.dtype, quantization: Quantization
+) -> pb.KvLayout:
     return pb.KvLayout(
         model_fingerprint=source.fingerprint,
         dtype=str(dtype).removeprefix("torch."),
@@ -194,6 +214,6 @@ def _layout(config: WorkerConfig, source: ModelSource, dtype: torch.dtype) -> pb
         num_kv_heads=source.config.num_kv_heads,
         head_dim=source.config.head_dim,
         block_size=config.block_size,
-        quantization="none",
+        quantization=quantization.label,
         tensor_parallel=1,
     )

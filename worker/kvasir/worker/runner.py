@@ -47,6 +47,20 @@ class TorchRunner:
     def block_bytes(self) -> int:
         return self._cache.block_bytes
 
+    @property
+    def weight_bytes(self) -> int:
+        return self._decoder.weight_bytes
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Float32 [tokens, vocab_size] after each token of one sequence, for measurements.
+
+        Overwrites the first blocks of the cache: not while an engine uses them.
+        """
+        table = tuple(range(-(-len(token_ids) // self._cache.block_size)))
+        with torch.inference_mode():
+            chunk = Chunk("logits", tuple(token_ids), 0, table)
+            return self._decoder.logits(self._decoder.forward([chunk], self._cache))
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Copy blocks, then compute every chunk: write its KV, and sample where asked."""
         if not plan.chunks:

@@ -27,8 +27,8 @@ def _problems(service: ModelService) -> Iterator[str]:
     if not service.name[0].isalpha():
         yield "metadata.name: a Service's name begins with a letter; choose another name"
     yield from _source_problems(spec.model.source)
-    if spec.model.quantization != "none":
-        yield _not_served("model.quantization", spec.model.quantization, "none")
+    if spec.model.quantization == "fp8":
+        yield _not_served("model.quantization", "fp8", "none, int8 or int4")
     if spec.engine.type != "native":
         yield _not_served("engine.type", spec.engine.type, "native")
     for name in WORKER_ROLES:

@@ -291,6 +291,8 @@ def _config(service: ModelService, role: WorkerRole, kv_revision: str) -> dict[s
         "served_name": service.served_name,
         "max_model_len": model.max_model_len,
         "dtype": model.dtype,
+        "quantization": model.quantization,
+        "activation_quantization": model.activation_quantization,
         "block_size": engine.block_size,
         "kv_cache_memory": engine.kv_cache_memory,
         "max_batched_tokens": engine.max_batched_tokens,

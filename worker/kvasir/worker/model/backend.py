@@ -13,6 +13,11 @@ from kvasir.worker.model.kv_cache import KvCache
 class Decoder(Protocol):
     """Weights on one device, and the forward pass. Stateless: the KV cache is passed in."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all matrices, as they are held."""
+        ...
+
     def forward(self, chunks: Sequence[Chunk], cache: KvCache) -> Tensor:
         """Compute all tokens and write their KV.
 

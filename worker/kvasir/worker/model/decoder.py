@@ -6,19 +6,20 @@ stream, norms and rotations are float32 whatever the weights' dtype: they are a 
 of the work and most of the rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from kvasir.worker.contracts import Chunk
 from kvasir.worker.model.attention import AttentionBatch, attend, build_batch
-from kvasir.worker.model.config import ModelConfig
 from kvasir.worker.model.kv_cache import KvCache
+from kvasir.worker.model.linear import Linear, make_linear
+from kvasir.worker.model.quantization import Quantization
 from kvasir.worker.model.reader import (
     ATTENTION_NORM,
     DOWN,
@@ -31,18 +32,7 @@ from kvasir.worker.model.reader import (
     WeightReader,
 )
 from kvasir.worker.model.rope import rotate, rotation_tables
-from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, WeightSource
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """Weight [out, in] and bias [out], in the model's dtype."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +57,36 @@ class TorchDecoder:
 
     def __init__(
         self,
-        config: ModelConfig,
-        source: WeightSource,
+        reader: WeightReader,
         *,
         dtype: torch.dtype,
-        device: torch.device,
+        quantization: Quantization,
         max_positions: int,
-        progress: Callable[[str], None],
     ) -> None:
-        """Read all weights; ``progress`` gets a line after each layer."""
+        """Read all weights. ``dtype`` is that of activations, and of weights that stay plain."""
+        config = reader.config
         self.config = config
-        self.device = device
-        reader = WeightReader(config, source, dtype, device, progress)
-        self._embedding = reader.matrix(EMBEDDING)
-        self._layers = [_read_layer(reader, index) for index in range(config.num_layers)]
+        self.device = reader.device
+        self._dtype = dtype
+        self._quantization = quantization
+        self._embedding = self._vocabulary(reader, EMBEDDING)
+        self._layers = [self._read_layer(reader, index) for index in range(config.num_layers)]
         self._final_norm = reader.norm(FINAL_NORM)
-        self._head = self._embedding if config.tied_embeddings else reader.matrix(LM_HEAD)
+        self._head = (
+            self._embedding if config.tied_embeddings else self._vocabulary(reader, LM_HEAD)
+        )
         reader.done()
         cos, sin = rotation_tables(config, max_positions)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._cos, self._sin = cos.to(self.device), sin.to(self.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        linears = [self._embedding]
+        if self._head is not self._embedding:
+            linears.append(self._head)
+        for layer in self._layers:
+            linears += (layer.qkv, layer.output, layer.gate_up, layer.down)
+        return sum(linear.num_bytes for linear in linears)
 
     def forward(self, chunks: Sequence[Chunk], cache: KvCache) -> Tensor:
         """As the protocol in backend.py; hidden states are in the weights' dtype."""
@@ -107,7 +108,7 @@ class TorchDecoder:
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, cache: KvCache
     ) -> Tensor:
         cos, sin = self._cos[positions], self._sin[positions]
-        residual = self._embedding[token_ids].float()
+        residual = self._embedding.rows(token_ids)
         for index, layer in enumerate(self._layers):
             hidden = self._norm(residual, layer.attention_norm)
             queries = self._project(layer, index, hidden, (cos, sin), batch, cache)
@@ -118,7 +119,7 @@ class TorchDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [rows, vocab_size] of hidden states that ``forward`` returned."""
-        return linear(hidden, self._head).float()
+        return self._head(hidden).float()
 
     def _project(
         self,
@@ -146,19 +147,26 @@ class TorchDecoder:
 
     def _norm(self, residual: Tensor, weight: Tensor) -> Tensor:
         normed = rms_norm(residual, weight.shape, weight, self.config.rms_norm_eps)
-        return normed.to(self._embedding.dtype)
+        return normed.to(self._dtype)
 
+    def _vocabulary(self, reader: WeightReader, name: str) -> Linear:
+        weight = self._quantization.vocabulary(reader.matrix(name))
+        return make_linear(weight, None, self._dtype, self._quantization.activations == "int8")
 
-def _read_layer(reader: WeightReader, index: int) -> Layer:
-    return Layer(
-        attention_norm=reader.layer_norm(index, ATTENTION_NORM),
-        qkv=Linear(*reader.stacked(index, *QKV)),
-        output=Linear(*reader.stacked(index, OUTPUT)),
-        mlp_norm=reader.layer_norm(index, MLP_NORM),
-        gate_up=Linear(*reader.stacked(index, GATE, UP)),
-        down=Linear(*reader.stacked(index, DOWN)),
-        qk_norm=_qk_norm(reader, index),
-    )
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        rounded = self._quantization.matrix(weight)
+        return make_linear(rounded, bias, self._dtype, self._quantization.activations == "int8")
+
+    def _read_layer(self, reader: WeightReader, index: int) -> Layer:
+        return Layer(
+            attention_norm=reader.layer_norm(index, ATTENTION_NORM),
+            qkv=self._linear(*reader.stacked(index, *QKV)),
+            output=self._linear(*reader.stacked(index, OUTPUT)),
+            mlp_norm=reader.layer_norm(index, MLP_NORM),
+            gate_up=self._linear(*reader.stacked(index, GATE, UP)),
+            down=self._linear(*reader.stacked(index, DOWN)),
+            qk_norm=_qk_norm(reader, index),
+        )
 
 
 def _qk_norm(reader: WeightReader, index: int) -> Tensor | None:

@@ -6,7 +6,7 @@ and all sums are float32. A row's result does not depend on the rest of the batc
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from itertools import chain
 
@@ -17,9 +17,16 @@ from torch.nn.functional import pad
 
 from kvasir.worker.contracts import Chunk
 from kvasir.worker.kernels.library import CBatch, CCache, CLayer, CModel, Kernels
-from kvasir.worker.kernels.packed import PackedLinear, interleave_blocks, pack_bf16, padded
-from kvasir.worker.model.config import ModelConfig
+from kvasir.worker.kernels.packed import (
+    PackedLinear,
+    interleave_blocks,
+    pack_bf16,
+    pack_int4,
+    pack_int8,
+    padded,
+)
 from kvasir.worker.model.kv_cache import KvCache
+from kvasir.worker.model.quantization import Int4Weight, Int8Weight, Quantization, Weight
 from kvasir.worker.model.reader import (
     ATTENTION_NORM,
     DOWN,
@@ -32,7 +39,7 @@ from kvasir.worker.model.reader import (
     WeightReader,
 )
 from kvasir.worker.model.rope import frequencies
-from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, WeightSource
+from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD
 
 
 class KernelDecoder:
@@ -40,26 +47,26 @@ class KernelDecoder:
 
     def __init__(
         self,
-        config: ModelConfig,
-        source: WeightSource,
+        reader: WeightReader,
         kernels: Kernels,
         *,
+        quantization: Quantization,
         threads: int,
         max_positions: int,
-        progress: Callable[[str], None],
     ) -> None:
-        """Read and pack all weights; ``progress`` gets a line after each layer."""
+        """Read and pack all weights."""
+        config = reader.config
         self._config = config
+        self._quantization = quantization
         self._kernels = kernels
         self._positions = max_positions
         self._kept: list[Tensor | PackedLinear] = []
-        reader = WeightReader(config, source, torch.bfloat16, torch.device("cpu"), progress)
-        embedding = self._packed(reader.matrix(EMBEDDING))
+        embedding = self._vocabulary(reader, EMBEDDING)
         self._layers = (CLayer * config.num_layers)()
         for index in range(config.num_layers):
             self._layers[index] = self._read_layer(reader, index)
         final_norm = self._pointer(_padded_row(reader.norm(FINAL_NORM)))
-        self._head = embedding if config.tied_embeddings else self._packed(reader.matrix(LM_HEAD))
+        self._head = embedding if config.tied_embeddings else self._vocabulary(reader, LM_HEAD)
         reader.done()
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies(config))
         self._embedding = embedding.descriptor()
@@ -80,6 +87,12 @@ class KernelDecoder:
         self._whole: KernelDecoder | None = None  # whose end destroys the engine
         self._engine = kernels.create(threads)
         weakref.finalize(self, kernels.destroy, self._engine)
+
+    @property
+    def weight_bytes(self) -> int:
+        packed = [part for part in self._kept if isinstance(part, PackedLinear)]
+        held = (part for matrix in packed for part in (matrix.weights, matrix.scales, matrix.sums))
+        return sum(part.nbytes for part in held if part is not None)
 
     def forward(self, chunks: Sequence[Chunk], cache: KvCache) -> Tensor:
         """As the protocol says; rows are bfloat16 [tokens, padded hidden]."""
@@ -150,8 +163,14 @@ class KernelDecoder:
             return None
         return self._pointer(torch.stack([reader.layer_norm(index, part) for part in QK_NORM]))
 
-    def _packed(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        packed = pack_bf16(weight, bias)
+    def _vocabulary(self, reader: WeightReader, name: str) -> PackedLinear:
+        return self._keep(self._quantization.vocabulary(reader.matrix(name)), None)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return self._keep(self._quantization.matrix(weight), bias)
+
+    def _keep(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
+        packed = _pack(weight, bias, self._quantization.activations == "int8")
         self._kept.append(packed)
         return packed
 
@@ -175,3 +194,13 @@ def cache_descriptor(cache: KvCache) -> CCache:
 
 def _padded_row(row: Tensor) -> Tensor:
     return pad(row, (0, padded(len(row)) - len(row)))
+
+
+def _pack(weight: Weight, bias: Tensor | None, int8_activations: bool) -> PackedLinear:
+    match weight:
+        case Int8Weight():
+            return pack_int8(weight.values, weight.scales, bias, int8_activations=int8_activations)
+        case Int4Weight():
+            return pack_int4(weight.codes, weight.scales, weight.minima, weight.inputs, bias)
+        case _:
+            return pack_bf16(weight, bias)

@@ -36,18 +36,18 @@ class WeightReader:
         self._source = source
         self._names = expected_shapes(config)
         self._dtype = dtype
-        self._device = device
-        self._progress = progress
+        self.device = device
+        self.progress = progress
         self._count = 0
 
     def matrix(self, name: str) -> Tensor:
         self._count += 1
-        return self._source.read(name).to(self._device, self._dtype).contiguous()
+        return self._source.read(name).to(self.device, self._dtype).contiguous()
 
     def norm(self, name: str) -> Tensor:
         """Norms are float32, whatever the dtype."""
         self._count += 1
-        return self._source.read(name).to(self._device, torch.float32)
+        return self._source.read(name).to(self.device, torch.float32)
 
     def layer_norm(self, layer: int, part: str) -> Tensor:
         return self.norm(layer_name(layer, f"{part}.weight"))
@@ -67,4 +67,4 @@ class WeightReader:
 
     def done(self) -> None:
         """Tell how far the reading is."""
-        self._progress(f"reading weights {self._count} of {len(self._names)}")
+        self.progress(f"reading weights {self._count} of {len(self._names)}")

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 
+#include "int4.h"
+#include "int8.h"
 #include "simd.h"
 
 namespace kvasir {
@@ -15,7 +17,9 @@ namespace kvasir {
 // How the weights of a matrix are held; PackedKind in ../packed.py has the same numbers.
 enum class Kind : int32_t {
   kBf16 = 0,  // bfloat16
-  kInt8 = 1,  // [outputs / 16][inputs / 2][16][2] int8 with a float32 scale per output
+  kInt8 = 1,  // the blocks of int8.h
+  kInt8Activations = 2,  // the same, multiplied with rows rounded to int8
+  kInt4 = 3,  // [outputs / 16][inputs / 32] groups of int4.h
 };
 
 // `outputs` is a multiple of kBlock, `inputs` even: padded with zeros. Mirrored in ../library.py.
@@ -24,11 +28,18 @@ struct Matrix {
   int32_t outputs;
   int32_t inputs;
   const void* weights;
-  const float* scales;  // [outputs]; null for kBf16
+  const float* scales;  // [outputs] of int8, else null
+  const int32_t* sums;  // [outputs]: each output's int8 weights together; else null
   const float* bias;    // [outputs], or null
 
   int blocks() const { return outputs / kBlock; }
-  ptrdiff_t block_bytes() const { return ptrdiff_t{inputs} * kBlock * (kind == Kind::kBf16 ? 2 : 1); }
+  bool int8() const { return kind == Kind::kInt8 || kind == Kind::kInt8Activations; }
+  // Whether it is multiplied as it is packed, byte by byte, and not widened.
+  bool by_bytes() const { return kMultipliesBytes && int8(); }
+  // Whether it is multiplied with rounded rows; two planes of bytes keep bfloat16 as good as it was.
+  bool rounds() const { return by_bytes() || kind == Kind::kInt8Activations; }
+  int planes() const { return by_bytes() && kind == Kind::kInt8 ? 2 : 1; }
+  int groups() const { return (inputs + kGroup - 1) / kGroup; }
 };
 
 // The greatest tile of the target, in rows by blocks, whose sums stay in registers.
@@ -45,10 +56,12 @@ struct Tiling {
   int height;      // rows of every tile but perhaps the last
   int max_blocks;  // 1, 2 or 4
 
-  explicit Tiling(int rows) {
-    const int tiles = (rows + kMaxTileRows - 1) / kMaxTileRows;
+  // Of `planes` sums for each output.
+  explicit Tiling(int rows, int planes = 1) {
+    const int tallest = kMaxTileRows / planes;
+    const int tiles = (rows + tallest - 1) / tallest;
     height = (rows + tiles - 1) / tiles;
-    max_blocks = height <= kTileRows[4] ? 4 : height <= kTileRows[2] ? 2 : 1;
+    max_blocks = height * planes <= kTileRows[4] ? 4 : height * planes <= kTileRows[2] ? 2 : 1;
   }
 
   int width(int blocks_left) const {
@@ -66,6 +79,15 @@ TileFunction tile_function(int rows, int blocks);
 void multiply(const bf16* a, ptrdiff_t a_stride, int rows, const bf16* w, ptrdiff_t w_stride, int blocks, int inputs,
               float* c, ptrdiff_t c_stride);
 
+// Rows of activations, `stride` values apart: as they are, or rounded, with their scales, where rounds() of the matrix.
+struct Rows {
+  const bf16* values;
+  Rounded* rounded;
+  float* scales;
+  ptrdiff_t stride;
+  ptrdiff_t plane;  // from the high bytes to the low ones, where there are two planes
+};
+
 struct Range {
   int first;
   int end;
@@ -81,8 +103,7 @@ inline Range share(int count, int unit, int part, int parts) {
 // Blocks [range.first, range.end) of all rows. `finish(row, block, count, values)` takes each row's sums of `count`
 // consecutive blocks, scaled and with bias; count is even where the range's bounds are.
 template <class Finish>
-void multiply_packed(const Matrix& matrix, const bf16* a, ptrdiff_t a_stride, int rows, Range range,
-                     const Finish& finish);
+void multiply_packed(const Matrix& matrix, const Rows& a, int rows, Range range, const Finish& finish);
 
 }  // namespace kvasir
 

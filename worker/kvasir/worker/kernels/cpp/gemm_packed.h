@@ -1,6 +1,8 @@
 // multiply_packed of gemm.h: a template, so that what is done with the sums is part of the loop.
 #pragma once
 
+#include <vector>
+
 namespace kvasir {
 
 // Rows that go through a block together: their A stays in the second-level cache.
@@ -17,23 +19,73 @@ inline void complete(const Matrix& matrix, int block, int count, float* values) 
   }
 }
 
+// Consecutive packed blocks as bfloat16, `stride` elements apart.
+struct Blocks {
+  const bf16* data;
+  ptrdiff_t stride;
+};
+
+// Blocks [first, first + count) where they are, or widened into a buffer of this thread's until its next call.
+inline Blocks bf16_blocks(const Matrix& matrix, int first, int count) {
+  if (matrix.kind == Kind::kBf16) {
+    const ptrdiff_t stride = ptrdiff_t{matrix.inputs} * kBlock;
+    return {static_cast<const bf16*>(matrix.weights) + first * stride, stride};
+  }
+  static thread_local std::vector<bf16> buffer;
+  const ptrdiff_t stride = ptrdiff_t{matrix.groups()} * kGroup * kBlock;
+  const bool int4 = matrix.kind == Kind::kInt4;
+  const ptrdiff_t packed = int4 ? ptrdiff_t{matrix.groups()} * kGroupBytes : ptrdiff_t{matrix.inputs} * kBlock;
+  if (const size_t size = stride * kMaxTileBlocks; buffer.size() < size) buffer.resize(size);
+  const auto* from = static_cast<const std::byte*>(matrix.weights) + first * packed;
+  for (int i = 0; i < count; i++) {
+    if (int4)
+      widen_int4(from + i * packed, matrix.inputs, buffer.data() + i * stride);
+    else
+      widen_int8(reinterpret_cast<const int8_t*>(from + i * packed), matrix.inputs, buffer.data() + i * stride);
+  }
+  return {buffer.data(), stride};
+}
+
+// Sums of a tile's rows, times the rows' scales if they are rounded.
+inline void multiply_tile(const Matrix& matrix, const Rows& a, int row, int rows, const Blocks& widened,
+                          [[maybe_unused]] int block, int count, float* sums, ptrdiff_t stride) {
+#if defined(__AVX512VNNI__)
+  if (matrix.by_bytes()) {
+    const ptrdiff_t w_stride = ptrdiff_t{matrix.inputs} * kBlock;
+    const auto* weights = static_cast<const int8_t*>(matrix.weights) + block * w_stride;
+    byte_tile_function(rows, count, matrix.planes())(a.rounded + row * a.stride, a.stride, a.plane, a.scales + row,
+                                                     weights, w_stride, matrix.sums + block * kBlock, matrix.inputs,
+                                                     sums, stride);
+    return;
+  }
+#else
+  if (matrix.rounds()) {
+    tile_function(rows, count)(a.rounded + row * a.stride, a.stride, widened.data, widened.stride, matrix.inputs,
+                               sums, stride);
+    for (int i = 0; i < rows; i++)
+      for (int j = 0; j < count * kBlock; j += kLanes)
+        store(sums + i * stride + j, load(sums + i * stride + j) * broadcast(a.scales[row + i]));
+    return;
+  }
+#endif
+  tile_function(rows, count)(a.values + row * a.stride, a.stride, widened.data, widened.stride, matrix.inputs, sums,
+                             stride);
+}
+
 template <class Finish>
-void multiply_packed(const Matrix& matrix, const bf16* a, ptrdiff_t a_stride, int rows, Range range,
-                     const Finish& finish) {
+void multiply_packed(const Matrix& matrix, const Rows& a, int rows, Range range, const Finish& finish) {
   constexpr ptrdiff_t kStride = kMaxTileBlocks * kBlock;
   alignas(64) float sums[kMaxTileRows * kStride];
-  const auto* weights = static_cast<const bf16*>(matrix.weights);
-  const ptrdiff_t w_stride = ptrdiff_t{matrix.inputs} * kBlock;
   const bool plain = matrix.scales == nullptr && matrix.bias == nullptr;
   for (int first = 0; first < rows; first += kRowChunk) {
     const int end = std::min(rows, first + kRowChunk);
-    const Tiling tiling(end - first);
+    const Tiling tiling(end - first, matrix.planes());
     for (int block = range.first, width; block < range.end; block += width) {
       width = tiling.width(range.end - block);
+      const Blocks widened = matrix.by_bytes() ? Blocks{} : bf16_blocks(matrix, block, width);
       for (int row = first, height; row < end; row += height) {
         height = std::min(tiling.height, end - row);
-        tile_function(height, width)(a + row * a_stride, a_stride, weights + block * w_stride, w_stride,
-                                     matrix.inputs, sums, kStride);
+        multiply_tile(matrix, a, row, height, widened, block, width, sums, kStride);
         for (int i = 0; i < height; i++) {
           float* values = sums + i * kStride;
           if (!plain) complete(matrix, block, width, values);

@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include <algorithm>
+
 namespace kvasir {
 namespace {
 
@@ -10,6 +12,22 @@ float norm_scale(const float* head, int size, float epsilon) {
 }
 
 }  // namespace
+
+void embed(const Matrix& matrix, int token, int padded, float* out) {
+  const ptrdiff_t first = ptrdiff_t{token / kBlock} * matrix.inputs * kBlock;
+  const int lane = token % kBlock;
+  if (matrix.kind == Kind::kBf16) {
+    const auto* values = static_cast<const bf16*>(matrix.weights) + first;
+    for (int i = 0; i < matrix.inputs; i++)
+      out[i] = widen(values[(i / 2 * kBlock + lane) * 2 + i % 2]);
+  } else {
+    const auto* values = static_cast<const int8_t*>(matrix.weights) + first;
+    const float scale = matrix.scales[token];
+    for (int i = 0; i < matrix.inputs; i++)
+      out[i] = scale * static_cast<float>(values[(i / kQuad * kBlock + lane) * kQuad + i % kQuad]);
+  }
+  std::fill(out + matrix.inputs, out + padded, 0.0f);
+}
 
 void rotate(const float* head, const float* weight, float epsilon, const float* cos, const float* sin, int size,
             bf16* out) {

@@ -21,18 +21,8 @@ inline void rms_norm(const float* row, const float* weight, int size, int padded
   for (int i = 0; i < padded; i += kLanes) narrow(out + i, load(row + i) * scale * load(weight + i));
 }
 
-// One row of the embedding, read from the packed output layer: both are the same matrix, or packed alike.
-inline void embed(const Matrix& matrix, int token, int padded, float* out) {
-  const auto* line = static_cast<const bf16*>(matrix.weights) + ptrdiff_t{token / kBlock} * matrix.inputs * kBlock;
-  const auto* pair = line + token % kBlock * 2;
-  int i = 0;
-  for (; i < matrix.inputs; i += 2, pair += 2 * kBlock)
-    for (int j = 0; j < 2; j++) {
-      const uint32_t bits = static_cast<uint32_t>(pair[j]) << 16;
-      std::memcpy(out + i + j, &bits, 4);
-    }
-  for (; i < padded; i++) out[i] = 0.0f;
-}
+// One row of the embedding, which is packed like the output layer, in bfloat16 or int8.
+void embed(const Matrix& matrix, int token, int padded, float* out);
 
 // Rotary position embedding with partners half a head apart (Su et al. 2021), rounded to bfloat16. `weight`, if there
 // is one, is Qwen3's norm of the head, applied first. cos and sin are [size / 2].

@@ -27,6 +27,13 @@ inline bf16 narrow(float value) {  // to nearest, ties to even; a NaN stays one
   return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
+inline float widen(bf16 value) {
+  const uint32_t bits = uint32_t{value} << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
 #if defined(__AVX512F__)
 
 constexpr int kLanes = 16;
@@ -55,6 +62,15 @@ inline Pairs broadcast_pair(const bf16* from) {
   int32_t pair;
   std::memcpy(&pair, from, 4);
   return _mm512_set1_epi32(pair);
+}
+
+// Of 32-bit words: the lowest four bits as floats, and what is left above them.
+inline Floats low_bits(Pairs words) { return _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(15))); }
+inline Pairs without_low_bits(Pairs words) { return _mm512_srli_epi32(words, 4); }
+// kLanes / 2 float16, each of them twice.
+inline Floats load_doubled(const uint16_t* from) {
+  const __m256i once = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm512_cvtph_ps(_mm256_or_si256(once, _mm256_slli_epi32(once, 16)));
 }
 
 #else
@@ -96,6 +112,13 @@ inline Pairs broadcast_pair(const bf16* from) {
   int32_t pair;
   std::memcpy(&pair, from, 4);
   return _mm256_set1_epi32(pair);
+}
+
+inline Floats low_bits(Pairs words) { return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15))); }
+inline Pairs without_low_bits(Pairs words) { return _mm256_srli_epi32(words, 4); }
+inline Floats load_doubled(const uint16_t* from) {
+  const __m128i once = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  return _mm256_cvtph_ps(_mm_or_si128(once, _mm_slli_epi32(once, 16)));
 }
 
 #endif

@@ -19,6 +19,13 @@ void ensure(std::vector<T>& buffer, size_t count) {
   if (buffer.size() < count) buffer.resize(count);
 }
 
+void round_rows(const Matrix& matrix, const Rows& rows, Range range) {
+  for (int row = range.first; row < range.end; row++) {
+    const ptrdiff_t at = row * rows.stride;
+    rows.scales[row] = round_row(rows.values + at, matrix.inputs, matrix.planes(), rows.plane, rows.rounded + at);
+  }
+}
+
 }  // namespace
 
 // The phases of a step; each is one member's part of it.
@@ -55,8 +62,17 @@ struct Engine::Step {
     return out;
   }
 
+  // Rows as a matrix takes them.
+  Rows ready(const Matrix& matrix, const bf16* values, int member) const {
+    if (!matrix.rounds()) return {values, nullptr, nullptr, matrix.inputs, 0};
+    const Rows out = engine.rounded_rows(matrix, values, tokens, few ? member : 0);
+    round_rows(matrix, out, few ? Range{0, tokens} : rows(member));
+    if (!few) engine.team_.barrier();
+    return out;
+  }
+
   void project(const Layer& layer, const bf16* normed, int member) const {
-    multiply_packed(layer.qkv, normed, hidden, tokens, blocks(layer.qkv, member),
+    multiply_packed(layer.qkv, ready(layer.qkv, normed, member), tokens, blocks(layer.qkv, member),
                     [&](int row, int block, int count, const float* values) {
                       float* to = engine.projected_.data() + ptrdiff_t{row} * projected + block * kBlock;
                       std::memcpy(to, values, sizeof(float) * count * kBlock);
@@ -105,7 +121,7 @@ struct Engine::Step {
   }
 
   void add_to_residual(const Matrix& matrix, const std::vector<bf16>& from, int member) const {
-    multiply_packed(matrix, from.data(), matrix.inputs, tokens, blocks(matrix, member),
+    multiply_packed(matrix, ready(matrix, from.data(), member), tokens, blocks(matrix, member),
                     [&](int row, int block, int count, const float* values) {
                       float* to = residual(row) + block * kBlock;
                       for (int i = 0; i < count * kBlock; i += kLanes) store(to + i, load(to + i) + load(values + i));
@@ -114,7 +130,7 @@ struct Engine::Step {
   }
 
   void activate(const Layer& layer, const bf16* normed, int member) const {
-    multiply_packed(layer.gate_up, normed, hidden, tokens, blocks(layer.gate_up, member),
+    multiply_packed(layer.gate_up, ready(layer.gate_up, normed, member), tokens, blocks(layer.gate_up, member),
                     [&](int row, int block, int count, const float* values) {
                       bf16* to = engine.activated_.data() + ptrdiff_t{row} * activated + block / 2 * kBlock;
                       for (int pair = 0; pair < count; pair += 2, values += 2 * kBlock, to += kBlock)
@@ -152,12 +168,28 @@ void Engine::forward(const Model& model, const Batch& batch, const Cache& cache,
   ensure(queries_, tokens * step.attended);
   ensure(attended_, tokens * step.attended);
   ensure(activated_, tokens * step.activated);
+  reserve_rounded(tokens, std::max({step.hidden, step.attended, step.activated}), step.few ? step.members : 1);
   team_.run([&](int member) { step.run(member, hidden); });
 }
 
+// Room for `copies` of so many rows, each in two planes.
+void Engine::reserve_rounded(size_t rows, int size, int copies) {
+  ensure(rounded_, 2 * rows * size * copies);
+  ensure(row_scales_, rows * copies);
+}
+
+// Where rows are rounded to, in one of the copies.
+Rows Engine::rounded_rows(const Matrix& matrix, const bf16* values, int rows, int copy) {
+  const ptrdiff_t plane = ptrdiff_t{rows} * matrix.inputs;
+  return {values, rounded_.data() + 2 * plane * copy, row_scales_.data() + ptrdiff_t{rows} * copy, matrix.inputs, plane};
+}
+
 void Engine::logits(const Matrix& matrix, const bf16* a, int rows, int vocab, float* out) {
+  reserve_rounded(rows, matrix.inputs, 1);
+  const Rows ready = matrix.rounds() ? rounded_rows(matrix, a, rows, 0) : Rows{a, nullptr, nullptr, matrix.inputs, 0};
+  if (matrix.rounds()) round_rows(matrix, ready, {0, rows});
   team_.run([&](int member) {
-    multiply_packed(matrix, a, matrix.inputs, rows, share(matrix.blocks(), 4, member, team_.size()),
+    multiply_packed(matrix, ready, rows, share(matrix.blocks(), 4, member, team_.size()),
                     [&](int row, int block, int count, const float* values) {
                       const int first = block * kBlock;
                       std::memcpy(out + ptrdiff_t{row} * vocab + first, values,

@@ -66,12 +66,16 @@ class Engine {
   };
   struct Step;
   void plan(const Batch& batch, const Model& model);
+  void reserve_rounded(size_t rows, int size, int copies);
+  Rows rounded_rows(const Matrix& matrix, const bf16* values, int rows, int copy);
 
   Team team_;
   std::vector<Attention> attention_;
   std::vector<Item> items_;
   std::vector<int32_t> positions_, sequence_of_;
   std::vector<float> residual_, projected_;
+  std::vector<Rounded> rounded_;
+  std::vector<float> row_scales_;
   std::vector<bf16> normed_, queries_, attended_, activated_;
 };
 
