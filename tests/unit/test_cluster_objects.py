@@ -202,6 +202,8 @@ def test_a_model_on_a_volume_is_mounted_read_only() -> None:
     assert {"name": "model", "mountPath": "/models", "readOnly": True} in mounts
     config = objects.worker_revision(service, "decode", INSTALLATION).config_map["data"]
     assert json.loads(config["worker.json"])["model"] == "file:///models/llama-3/50%25%231"
+    # What refusals of the model are to name.
+    assert json.loads(config["worker.json"])["model_source"] == service.spec.model.source
 
 
 def test_resources_and_accelerators() -> None:
@@ -214,7 +216,67 @@ def test_resources_and_accelerators() -> None:
         "requests": {"cpu": "2", "memory": "4Gi"},
         "limits": {"memory": "4Gi", "example.com/npu": "4"},
     }
-    assert container(service, "prefill")["resources"] == {}
+
+
+@pytest.mark.parametrize(
+    ("decode", "requests"),
+    [
+        ({}, {"cpu": "100m", "memory": "1048Mi"}),
+        # The cache is in the accelerator's memory.
+        (
+            {"accelerator": {"resourceName": "example.com/npu"}},
+            {"cpu": "100m", "memory": "1024Mi"},
+        ),
+        ({"resources": {"requests": {"memory": "4Gi"}}}, {"cpu": "100m", "memory": "4Gi"}),
+        # Kubernetes takes the limit for the request; more than it would be refused.
+        ({"resources": {"limits": {"memory": "512Mi"}}}, {"cpu": "100m"}),
+        (
+            {
+                "template": {
+                    "spec": {
+                        "containers": [{"name": "worker", "resources": {"limits": {"cpu": 2}}}]
+                    }
+                }
+            },
+            {"memory": "1048Mi"},
+        ),
+        ({"template": {"spec": {"resources": {"requests": {"memory": "1Gi"}}}}}, None),
+        # No pod template: the API server says so.
+        (
+            {
+                "template": {
+                    "spec": {"containers": [{"name": "worker", "resources": {"limits": 2}}]}
+                }
+            },
+            None,
+        ),
+    ],
+)
+def test_workers_request_memory_for_their_kv_cache_where_nobody_says_more(
+    decode: dict[str, Any], requests: dict[str, str] | None
+) -> None:
+    service = a_service(engine={"kvCacheMemory": "24Mi"}, decode=decode)
+    assert container(service)["resources"].get("requests") == requests
+
+
+@pytest.mark.parametrize("template", [{"spec": None}, {"spec": {"containers": "none"}}])
+def test_an_overlay_that_leaves_no_pod_is_left_to_the_api_server(template: Any) -> None:
+    service = a_service(decode={"template": template}, router={"template": template})
+    objects.worker_revision(service, "decode", INSTALLATION)
+    objects.router_deployment(service, INSTALLATION, 1)
+
+
+def test_routers_request_a_little() -> None:
+    service = a_service(router={"resources": {"limits": {"memory": "256Mi"}}})
+    found = [
+        objects.router_deployment(each, INSTALLATION, 1)["spec"]["template"]["spec"]
+        for each in (a_service(), service)
+    ]
+    resources = [spec["containers"][0]["resources"] for spec in found]
+    assert resources == [
+        {"requests": {"cpu": "50m", "memory": "128Mi"}},
+        {"requests": {"cpu": "50m"}, "limits": {"memory": "256Mi"}},
+    ]
 
 
 def test_workers_are_reached_by_their_own_and_the_operator_only() -> None:
@@ -267,11 +329,19 @@ def test_a_routers_configuration_is_one_that_it_accepts() -> None:
     assert (config.disaggregation.mode, config.disaggregation.min_uncached_tokens) == ("always", 9)
 
 
-@pytest.mark.parametrize(("fewest", "seconds"), [(0, 300.0), (1, 30.0)])
+@pytest.mark.parametrize(
+    ("decode", "seconds"),
+    [
+        ({"replicas": 1}, 30.0),
+        ({"scaling": {"minReplicas": 0, "maxReplicas": 2}}, 300.0),
+        # As long, so that a change of the bounds restarts no router.
+        ({"scaling": {"minReplicas": 1, "maxReplicas": 2}}, 300.0),
+    ],
+)
 def test_routers_hold_requests_for_longer_where_workers_start_for_them(
-    fewest: int, seconds: float
+    decode: dict[str, Any], seconds: float
 ) -> None:
-    service = a_service(decode={"scaling": {"minReplicas": fewest, "maxReplicas": 2}})
+    service = a_service(decode=decode)
     (config_map,) = [
         each for each in objects.shared(service, INSTALLATION) if each["kind"] == "ConfigMap"
     ]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from helpers.models import load, save_tiny
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.loader import ModelError, load_model
+from kvasir.worker.model.source import named_as
 
 
 @pytest.fixture
@@ -91,6 +92,21 @@ def test_wrong_urls(model: str, said: str) -> None:
     message = refusal(model)
     assert message.startswith("model: ")
     assert said in message
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("pvc://claim/a%20b/", "model: pvc://claim/a%20b has no config.json"),
+        ("", "model: {path} has no config.json"),
+    ],
+)
+def test_a_refusal_names_what_people_call_the_model(tmp_path: Path, source: str, said: str) -> None:
+    mounted = tmp_path / "a%20b"
+    mounted.mkdir()
+    url = f"file://{tmp_path}/a%2520b/"
+    message = named_as(source, url, refusal(url))
+    assert message.startswith(said.format(path=mounted))
 
 
 def test_files_that_are_no_model(tmp_path: Path) -> None:

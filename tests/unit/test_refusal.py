@@ -20,8 +20,8 @@ spec: {model: {source: 'bundled://smollm2-135m-instruct'}}
     ("message", "expected"),
     [
         (
-            "kvasir-worker: model: /m/block_size does not exist; correct the path of file:///PATH",
-            "spec.model.source: /m/block_size does not exist; correct the path of file:///PATH",
+            "kvasir-worker: model: /m/block_size does not exist; correct the path",
+            "spec.model.source: /m/block_size does not exist; correct the path",
         ),
         (
             "kvasir-worker: max_model_len: 9000 is beyond the model's 2048 tokens; "

@@ -29,6 +29,9 @@ class WorkerConfig(BaseModel):
 
     model: str = "bundled://smollm2-135m-instruct"
     """bundled://NAME or file:///PATH (a .gguf file, or a folder in Hugging Face layout)."""
+    model_source: Annotated[str, Field(max_length=1024)] = ""
+    """What refusals call a model at file:///PATH: where it is from, to those who mounted it there.
+    Empty: its path."""
     served_name: Annotated[str, Field(min_length=1, max_length=253)] = "smollm2"
     """Model name in API requests."""
     max_model_len: Annotated[int, Field(ge=1)] = 2048

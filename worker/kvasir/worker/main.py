@@ -109,7 +109,9 @@ class _Process:
     def _load_in_thread(self) -> "LoadedModel":
         with _imports():
             from kvasir.worker.loader import ModelError, load_model
+            from kvasir.worker.model.source import named_as
 
+        config = self._config
         started = last = time.monotonic()
 
         def progress(text: str) -> None:
@@ -120,9 +122,9 @@ class _Process:
                 _log.info("loading: %s", text)
 
         try:
-            model = load_model(self._config, progress)
+            model = load_model(config, progress)
         except ModelError as error:
-            raise StartError(str(error)) from error
+            raise StartError(named_as(config.model_source, config.model, str(error))) from error
         _log.info("model loaded seconds=%.1f", time.monotonic() - started)
         return model
 

@@ -129,6 +129,39 @@ def compute_resources(resources: Resources | None) -> dict[str, dict[str, str]]:
     }
 
 
+def with_default_requests(template: Object, container: str, defaults: Mapping[str, str]) -> Object:
+    """The pod template whose container requests ``defaults`` where nobody says anything else.
+
+    An amount that a request or a limit names is left alone: without a request, the limit is it.
+    Where the pod as a whole has resources, nothing is added. What an overlay has made no pod
+    template stays as it is, for the API server to refuse.
+    """
+    spec = template.get("spec")
+    if not isinstance(spec, dict) or "resources" in spec:
+        return template
+    containers = spec.get("containers")
+    if not isinstance(containers, list):
+        return template
+    completed = [
+        _with_requests(one, defaults)
+        if isinstance(one, dict) and one.get("name") == container
+        else one
+        for one in containers
+    ]
+    return {**template, "spec": {**spec, "containers": completed}}
+
+
+def _with_requests(container: Object, defaults: Mapping[str, str]) -> Object:
+    resources = container.get("resources", {})
+    if not isinstance(resources, dict):
+        return container
+    requests, limits = resources.get("requests", {}), resources.get("limits", {})
+    if not (isinstance(requests, dict) and isinstance(limits, dict)):
+        return container
+    added = {name: amount for name, amount in defaults.items() if name not in limits}
+    return {**container, "resources": {**resources, "requests": {**added, **requests}}}
+
+
 def _container(container: Container) -> Object:
     own = [f"--set={field}={value}" for field, value in container.settings.items()]
     return {

@@ -17,6 +17,7 @@ from kvasir.operator.cluster.pods import (
     digest,
     metadata,
     pod_spec,
+    with_default_requests,
 )
 from kvasir.operator.modelservice import ModelService
 from kvasir.proto.process import EVERY_ADDRESS
@@ -27,8 +28,12 @@ LEAVE_SECONDS = 5
 """A stopping router goes on to accept for so long: proxies hear of its end a moment later."""
 
 HOLD_SECONDS = 300.0
-"""How long requests wait where a pool of decode workers may be empty: a worker has to start, which
-with a large model takes minutes."""
+"""How long requests wait where decode workers are scaled, and may be none: one has to start, which
+with a large model takes minutes. Whatever minReplicas is: a change of it is to leave routers alone.
+"""
+
+DEFAULT_REQUESTS = {"cpu": "50m", "memory": "128Mi"}
+"""Of a router whose ModelService says nothing of it."""
 
 _CONFIG_FILE = "router.json"
 
@@ -127,13 +132,13 @@ def _template(service: ModelService, installation: Installation) -> Object:
         },
         "spec": spec,
     }
-    return overlay.merge(base, service.spec.router.template or {})
+    template = overlay.merge(base, service.spec.router.template or {})
+    return with_default_requests(template, container.name, DEFAULT_REQUESTS)
 
 
 def _config(service: ModelService) -> dict[str, Any]:
     """RouterConfig but for what differs between routers."""
-    scaling = service.spec.decode.scaling
-    from_zero = scaling is not None and scaling.min_replicas == 0
+    scaled = service.spec.decode.scaling is not None
     return {
         "port": names.HTTP_PORT,
         "kubernetes": {
@@ -142,5 +147,5 @@ def _config(service: ModelService) -> dict[str, Any]:
         },
         "disaggregation": service.spec.disaggregation.model_dump(),
         "drain_deadline": service.spec.rollout.drain_deadline,
-        **({"no_worker_timeout": HOLD_SECONDS} if from_zero else {}),
+        **({"no_worker_timeout": HOLD_SECONDS} if scaled else {}),
     }

@@ -10,7 +10,7 @@ name:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +25,7 @@ from kvasir.operator.cluster.pods import (
     digest,
     metadata,
     pod_spec,
+    with_default_requests,
 )
 from kvasir.operator.modelservice import API_VERSION, ModelService, Role
 from kvasir.operator.plan import revision
@@ -36,6 +37,13 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 GRACE_SECONDS = 15
 """Between the end of the drain and the end of the process, before the kubelet kills it."""
 MODEL_FOLDER = "/models"
+BASE_MEMORY = 1024**3
+"""Bytes that a worker requests beside its KV cache where the ModelService does not say: enough for
+the process and a model of a few hundred million parameters."""
+DEFAULT_CPU = "100m"
+"""What a worker requests where the ModelService does not say: enough to be scheduled by."""
+
+_MIB = 1024**2
 
 _CONFIG_FILE = "worker.json"
 
@@ -242,7 +250,14 @@ def _template(
     if (claim := _claim(service)) is not None:
         _mount_model(spec, claim)
     base = {"metadata": {"labels": names.labels(service.name, "worker", role)}, "spec": spec}
-    return overlay.merge(base, wanted.template or {})
+    template = overlay.merge(base, wanted.template or {})
+    return with_default_requests(template, container.name, _default_requests(service, wanted))
+
+
+def _default_requests(service: ModelService, role: Role) -> Mapping[str, str]:
+    """The process and a small model; and the KV cache, unless an accelerator's memory holds it."""
+    cache = service.spec.engine.kv_cache_memory if role.accelerator is None else 0
+    return {"cpu": DEFAULT_CPU, "memory": f"{-(-(BASE_MEMORY + cache) // _MIB)}Mi"}
 
 
 def _resources(role: Role) -> Object:
@@ -282,6 +297,8 @@ def _config(service: ModelService, role: WorkerRole, kv_revision: str) -> dict[s
     spread = {
         f"{kind}_parallel": size for kind, size in parallelism.model_dump().items() if size > 1
     }
+    # Messages are to name what the user wrote, not where it is mounted.
+    shown = {"model_source": model.source} if _claim(service) is not None else {}
     return {
         "role": role,
         "port": names.GRPC_PORT,
@@ -301,5 +318,6 @@ def _config(service: ModelService, role: WorkerRole, kv_revision: str) -> dict[s
         "speculative_method": engine.speculative.method,
         "num_speculative_tokens": engine.speculative.num_speculative_tokens,
         "drain_deadline": service.spec.rollout.drain_deadline,
+        **shown,
         **spread,
     }

@@ -76,8 +76,16 @@ def locate(url: str) -> Path:
         )
     path = Path(unquote(parts.path))
     if not path.exists():
-        raise ModelError("model", f"{path} does not exist", "correct the path of file:///PATH")
+        raise ModelError("model", f"{path} does not exist", "correct the path")
     return path
+
+
+def named_as(source: str, url: str, message: str) -> str:
+    """A refusal of the model at ``url`` that names ``source`` instead of its path; "" names none."""
+    parts = urlsplit(url)
+    if not source or parts.scheme != "file":
+        return message
+    return message.replace(str(Path(unquote(parts.path))), source.rstrip("/"))
 
 
 def _locate_bundled(name: str) -> Path:
