@@ -77,7 +77,7 @@ def check_int8(kernels: Kernels, case: LinearCase, int8_activations: bool) -> No
         kernels.destroy(engine)
     exact = reference.rounded_rows(x) if int8_activations else x
     expected = reference.linear(exact, values.double() * scales[:, None].double(), bias)
-    # Where activations are multiplied in two bytes, each is off by a 65,534th of its row's greatest.
+    # Activations in two bytes are off by a 65,534th of their row's greatest.
     step = 0.0 if int8_activations else x.abs().max().item() / 65534
     atol = (1e-4 + step) * 127 * case.inputs
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)

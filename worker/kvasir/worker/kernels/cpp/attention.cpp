@@ -8,6 +8,8 @@
 namespace kvasir {
 namespace {
 
+// From one block of packed values to the next: not 4 KiB, at which all of them would share few cache lines.
+constexpr ptrdiff_t kValueStride = (kSegment + 2) * kBlock;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 template <class T>
@@ -83,7 +85,7 @@ void Attention::attend(const Cache& cache, int layer, const Span& span, int firs
       multiply(queries_.data() + ptrdiff_t{head} * rows * depth, depth, rows, keys_.data(), ptrdiff_t{depth} * kBlock,
                round_up(keys, kBlock) / kBlock, depth, scores_.data(), kSegment);
       weigh(shape, first, keys, head);
-      multiply(weights_.data(), kSegment, rows, values_.data(), ptrdiff_t{kSegment} * kBlock, depth / kBlock,
+      multiply(weights_.data(), kSegment, rows, values_.data(), kValueStride, depth / kBlock,
                round_up(keys, kBlock), part_.data(), depth);
       mix(shape, head);
     }
@@ -112,7 +114,7 @@ void Attention::prepare(const Shape& shape, ptrdiff_t row_size, const bf16* quer
       std::memset(to + shape.head_dim, 0, sizeof(bf16) * (depth - shape.head_dim));
     }
   sized(keys_, size_t(kSegment) * depth);
-  sized(values_, size_t(kSegment) * depth);
+  sized(values_, size_t(kValueStride) * depth / kBlock);
   sized(scores_, size_t(rows) * kSegment);
   sized(weights_, size_t(rows) * kSegment);
   sized(part_, size_t(rows) * depth);
@@ -124,8 +126,8 @@ void Attention::prepare(const Shape& shape, ptrdiff_t row_size, const bf16* quer
 
 // K and V of `keys` tokens from position `first`, in whole blocks of 16: what follows the last token is zero, since
 // memory there may hold anything, and 0 * NaN would be NaN.
-void Attention::pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, Prefetcher& prefetcher,
-                     int share) {
+void Attention::pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head,
+                     Prefetcher& prefetcher, int share) {
   const int head_dim = cache.head_dim, depth = round_up(head_dim, kKeyStep);
   const ptrdiff_t value_offset = cache.value_offset();
   alignas(64) bf16 padded[2 * kBlock][kKeyStep];
@@ -152,9 +154,9 @@ void Attention::pack(const Cache& cache, int layer, const Span& span, int first,
         }
       }
       transpose_keys(k, keys_.data() + ptrdiff_t{group} * depth + d * kBlock);
-      bf16* lines = values_.data() + ptrdiff_t{d} * kSegment + group * kBlock;
+      bf16* lines = values_.data() + d / kBlock * kValueStride + group * kBlock;
       for (int i = 0; i < kBlock; i += 2)
-        interleave_values(v[i], v[i + 1], lines + i * kBlock, ptrdiff_t{kSegment} * kBlock);
+        interleave_values(v[i], v[i + 1], lines + i * kBlock, kValueStride);
     }
   }
 }

@@ -46,7 +46,10 @@ constexpr int kSegment = 128;
 class Prefetcher {
  public:
   Prefetcher(const Cache& cache, int layer, int first_head, int end_head)
-      : cache_(cache), layer_(layer), first_(first_head * cache.head_dim), size_((end_head - first_head) * cache.head_dim) {}
+      : cache_(cache),
+        layer_(layer),
+        first_(first_head * cache.head_dim),
+        size_((end_head - first_head) * cache.head_dim) {}
   void expect(const int32_t* table, int first, int end) {
     table_ = table;
     next_ = first;
@@ -74,7 +77,8 @@ class Attention {
  private:
   struct Shape;
   void prepare(const Shape& shape, ptrdiff_t row_size, const bf16* queries);
-  void pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, Prefetcher& prefetcher, int share);
+  void pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, Prefetcher& prefetcher,
+            int share);
   void weigh(const Shape& shape, int first, int keys, int head);
   void mix(const Shape& shape, int head);
 

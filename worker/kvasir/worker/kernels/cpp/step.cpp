@@ -181,7 +181,8 @@ void Engine::reserve_rounded(size_t rows, int size, int copies) {
 // Where rows are rounded to, in one of the copies.
 Rows Engine::rounded_rows(const Matrix& matrix, const bf16* values, int rows, int copy) {
   const ptrdiff_t plane = ptrdiff_t{rows} * matrix.inputs;
-  return {values, rounded_.data() + 2 * plane * copy, row_scales_.data() + ptrdiff_t{rows} * copy, matrix.inputs, plane};
+  float* scales = row_scales_.data() + ptrdiff_t{rows} * copy;
+  return {values, rounded_.data() + 2 * plane * copy, scales, matrix.inputs, plane};
 }
 
 void Engine::logits(const Matrix& matrix, const bf16* a, int rows, int vocab, float* out) {

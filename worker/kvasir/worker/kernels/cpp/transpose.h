@@ -48,12 +48,12 @@ inline void transpose_keys(const bf16* const* tokens, bf16* to) {
 // kKeyStep values of two tokens' V to two blocks' lines [16 values][2 tokens], at `to` and at `to + stride`.
 inline void interleave_values(const bf16* first, const bf16* second, bf16* to, ptrdiff_t stride) {
 #if defined(__AVX512F__)
-  static const __m512i kEven = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
+  const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
                                                 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  static const __m512i kOdd = _mm512_add_epi16(kEven, _mm512_set1_epi16(16));
+  const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(16));
   const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
-  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, kEven, b));
-  _mm512_storeu_si512(to + stride, _mm512_permutex2var_epi16(a, kOdd, b));
+  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, even, b));
+  _mm512_storeu_si512(to + stride, _mm512_permutex2var_epi16(a, odd, b));
 #else
   for (int i = 0; i < kKeyStep; i++) {
     bf16* line = to + i / kBlock * stride + i % kBlock * 2;
