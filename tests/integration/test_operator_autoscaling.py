@@ -135,7 +135,7 @@ def test_load_adds_workers_and_its_end_removes_them_one_by_one(stage: Stage) -> 
     up = stage.decision()
     assert (up["role"], up["desired"]) == ("decode", 3)
     assert re.fullmatch(r"Raise decode from \d to 3: KV cache usage is 100% .+", up["reason"])
-    assert {"kv_usage", "ready", "wanted", "held_requests"} <= set(up["inputs"])
+    assert {"kvUsage", "ready", "wanted", "heldRequests"} <= set(up["inputs"])
     assert stage.wanted("prefill") == 1
 
     stage.operator.play({})

@@ -15,7 +15,12 @@ from pydantic import ValidationError
 from kvasir.operator import modelservice, workerpool
 from kvasir.operator.cluster import names, status
 from kvasir.operator.cluster.acting import Actor
-from kvasir.operator.cluster.autoscaler import PERIOD, Autoscaler, last_decision
+from kvasir.operator.cluster.autoscaler import (
+    PERIOD,
+    Autoscaler,
+    held_to_bounds,
+    last_decision,
+)
 from kvasir.operator.cluster.client import ApiError, Cluster
 from kvasir.operator.cluster.objects import Installation
 from kvasir.operator.cluster.observed import (
@@ -119,6 +124,9 @@ class Reconciler:
         told = status.service_status(spec, observed, plan, subject.seen(self._clock()), fault)
         if decision is not None:
             told = told.model_copy(update={"last_decision": decision})
+        if fault is None:
+            for text in held_to_bounds(spec, observed):
+                await self._teller.event(subject, "Normal", "ScalingLimited", text)
         await self._teller.tell(subject, told)
         await self._teller.tell_pools(subject, told, observed)
         if plan.undecided:
