@@ -280,3 +280,13 @@ def test_whoever_writes_the_scale_subresource_scales_a_pool(
         assert not stage.decision()
     finally:
         client.close()
+
+
+def test_who_scales_a_pool_beyond_its_bounds_is_told(stage: Stage) -> None:
+    stage.apply(decode=scaled(1, 2))
+    stage.wait_ready("AllReady")
+    stage.run("scale", "wpool/smollm2-decode", "--replicas=5")
+    said = "wpool/smollm2-decode asked for 5, but spec.decode.scaling.maxReplicas is 2."
+    stage.wait_until(lambda: said in stage.told("ScalingLimited"), "the bound is told")
+    stage.wait_until(lambda: stage.wanted() <= 2, "it is kept")
+    assert stage.told("ScalingLimited").count(said) == 1
