@@ -325,7 +325,7 @@ def test_a_routers_configuration_is_one_that_it_accepts() -> None:
     config = RouterConfig.model_validate_json(config_map["data"]["router.json"])
     assert config.kubernetes is not None
     assert (config.kubernetes.namespace, config.kubernetes.service) == ("team", "chat-workers")
-    assert (config.port, config.drain_deadline) == (8000, 60.0)
+    assert (config.port, config.drain_linger, config.drain_deadline) == (8000, 5.0, 60.0)
     assert (config.disaggregation.mode, config.disaggregation.min_uncached_tokens) == ("always", 9)
 
 
@@ -353,8 +353,9 @@ def test_a_router_is_ready_without_workers_and_leaves_slowly() -> None:
     template = objects.router_deployment(a_service(), INSTALLATION, 3)["spec"]["template"]
     (main,) = template["spec"]["containers"]
     assert main["readinessProbe"]["httpGet"]["path"] == "/health"
-    assert main["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
-    assert template["spec"]["terminationGracePeriodSeconds"] == 300 + 15 + 5
+    # It lingers by itself.
+    assert "lifecycle" not in main
+    assert template["spec"]["terminationGracePeriodSeconds"] == 5 + 300 + 15
     assert "--set=host=*" in main["args"]
 
 
