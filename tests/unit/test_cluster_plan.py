@@ -7,10 +7,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers.simulated_cluster import INSTALLATION, Simulation, service, takes_requests
+from helpers.simulated_cluster import (
+    ACCOUNT,
+    ACCOUNT_OBJECTS,
+    INSTALLATION,
+    Simulation,
+    service,
+    takes_requests,
+)
 from kvasir.operator.cluster.difference import projection
 from kvasir.operator.cluster.drain import Drain, shrink
 from kvasir.operator.cluster.faults import Fault
+from kvasir.operator.cluster.names import ACCOUNT_ANNOTATION
 from kvasir.operator.cluster.observed import (
     APPLIED_REPLICAS,
     ROLLOUT_MINIMUM,
@@ -19,6 +27,7 @@ from kvasir.operator.cluster.observed import (
     Observed,
     Pod,
     Pool,
+    Reference,
     WorkerLoad,
     observe,
 )

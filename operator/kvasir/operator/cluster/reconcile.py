@@ -24,12 +24,14 @@ from kvasir.operator.cluster.autoscaler import (
 from kvasir.operator.cluster.client import ApiError, Cluster
 from kvasir.operator.cluster.objects import Installation
 from kvasir.operator.cluster.observed import (
+    Fleet,
     Observed,
     Reference,
     observe,
 )
 from kvasir.operator.cluster.plan import needs_fleet, next_step
 from kvasir.operator.cluster.queue import Key, StepError
+from kvasir.operator.cluster.reach import WORKERS_NOT_REACHED
 from kvasir.operator.cluster.refusals import refusal
 from kvasir.operator.cluster.telling import Subject, Teller
 from kvasir.operator.cluster.workers import Workers
@@ -131,6 +133,8 @@ class Reconciler:
         await self._teller.tell_pools(subject, told, observed)
         if plan.undecided:
             return _SOON
+        if any(each.reason == WORKERS_NOT_REACHED for each in told.conditions):
+            return _SOON
         if fault is not None:
             return _RETRY
         scaled = spec.spec.prefill.scaling or spec.spec.decode.scaling
@@ -141,10 +145,10 @@ class Reconciler:
         found = await asyncio.gather(
             *(self._cluster.list(key.namespace, kind, selector) for kind in KINDS)
         )
-        observed = observe((item for items in found for item in items), key.name)
+        observed = observe((item for items in found for item in items), spec.metadata.uid)
         if needs_fleet(spec, self._installation, observed):
-            observed = replace(observed, fleet=await self._workers.observe(observed.pods))
-        return observed
+            return replace(observed, fleet=await self._workers.observe(observed.pods))
+        return replace(observed, fleet=Fleet(routers=await self._workers.views(observed.pods)))
 
     async def _autoscale(
         self, subject: Subject, spec: ModelService, observed: Observed

@@ -40,8 +40,13 @@ DEFAULT_REQUESTS = {"cpu": "50m", "memory": "128Mi"}
 _CONFIG_FILE = "router.json"
 
 
-def router_deployment(service: ModelService, installation: Installation, replicas: int) -> Object:
-    template = _template(service, installation)
+def router_deployment(
+    service: ModelService, installation: Installation, replicas: int, account: str
+) -> Object:
+    """``account``: uid of the ServiceAccount. Where that is made anew, so are the pods: the tokens
+    that they have were of the former one, and are worth nothing.
+    """
+    template = _template(service, installation, account)
     template["metadata"]["labels"][names.POD_REVISION_LABEL] = digest(template)
     return {
         "apiVersion": "apps/v1",
@@ -109,7 +114,7 @@ def _metadata(service: ModelService, name: str) -> Object:
     return metadata(service, name, names.labels(service.name, "router", "router"))
 
 
-def _template(service: ModelService, installation: Installation) -> Object:
+def _template(service: ModelService, installation: Installation, account: str) -> Object:
     """The pod template, but for the label that names its revision."""
     container = Container(
         name="router",
@@ -129,7 +134,10 @@ def _template(service: ModelService, installation: Installation) -> Object:
     base = {
         "metadata": {
             "labels": names.labels(service.name, "router", "router"),
-            "annotations": {names.CONFIG_HASH_ANNOTATION: digest(_config(service))},
+            "annotations": {
+                names.CONFIG_HASH_ANNOTATION: digest(_config(service)),
+                names.ACCOUNT_ANNOTATION: account,
+            },
         },
         "spec": spec,
     }
