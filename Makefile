@@ -38,8 +38,8 @@ test-integration: $(INSTALLED) ## Run the tests with real processes on loopback
 test-e2e: $(INSTALLED) ## Run the whole stack on the real model
 	@$(BIN)/python -m pytest tests/e2e
 
-cluster: $(INSTALLED) ## Start a cluster with a real node to try things on, until Ctrl-C (root)
-	@PYTHONPATH=tests $(BIN)/python -m cluster
+cluster: $(INSTALLED) ## Start a cluster with a real node and Kvasir on it, until Ctrl-C (root; ARGS=--without-kvasir)
+	@PYTHONPATH=tests exec $(BIN)/python -m cluster $(ARGS)
 
 cluster-binaries: $(INSTALLED) ## Find or build the Kubernetes that tests run against (once: 10-20 minutes)
 	@PYTHONPATH=tests $(BIN)/python -m cluster.binaries

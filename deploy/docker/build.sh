@@ -25,6 +25,8 @@ command -v buildah >/dev/null || {
     exit 1
 }
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+hint=
+[ -n "${BASE:-}" ] || hint="; where no registry is reached, give a base image that is here: BASE=localhost/NAME (--help: how to make one)"
 [ "$#" -gt 0 ] || set -- operator router worker
 for component in "$@"; do
     file=deploy/docker/$component.Dockerfile
@@ -34,7 +36,7 @@ for component in "$@"; do
     # shellcheck disable=SC2086 - BUILDAH_ARGS is a list
     buildah build --isolation chroot --file "$file" --tag "$image" \
         ${BASE:+--build-arg "BASE=$BASE"} ${BUILDAH_ARGS:-} . || {
-        echo "images: $image failed, see above; where no registry is reached, give a base image that is here: BASE=localhost/NAME" >&2
+        echo "images: $image failed, see above$hint" >&2
         exit 1
     }
 done

@@ -81,6 +81,17 @@ def overlay(cluster: NodeCluster, container: str) -> dict[str, Any]:
     return {"spec": spec if cluster.made is None else with_host_python(spec)}
 
 
+def minimal_sample(cluster: NodeCluster) -> dict[str, Any]:
+    """The smallest of the samples, with pods that run in this cluster."""
+    path = _ROOT / "deploy" / "samples" / "01-minimal.yaml"
+    document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for role in ("prefill", "decode", "router"):
+        container = "router" if role == "router" else "worker"
+        section = document["spec"].get(role, {})
+        document["spec"][role] = {**section, "template": overlay(cluster, container)}
+    return document
+
+
 def client_pod(cluster: NodeCluster, name: str, namespace: str) -> dict[str, Any]:
     """A pod that idles, for ``kubectl exec`` of Python with aiohttp."""
     image = IMAGE if cluster.made else f"{_registry()}/kvasir/router:{_version()}"

@@ -34,7 +34,7 @@ def everything(service: ModelService) -> list[Object]:
     revisions = [objects.worker_revision(service, r, INSTALLATION) for r in names.WORKER_ROLES]
     return [
         *objects.shared(service, INSTALLATION),
-        objects.router_deployment(service, INSTALLATION, 1),
+        objects.router_deployment(service, INSTALLATION, 1, "a1"),
         *(objects.worker_pool(service, role, 1) for role in names.WORKER_ROLES),
         *(each.config_map for each in revisions),
         *(each.deployment(1) for each in revisions),

@@ -2,7 +2,8 @@
 
 For control planes whose node `FakeNode` plays. A worker here has no requests, and routers see at
 once who drains. What metrics say is scripted: a JSON file, which may change at any time, maps a
-pod's name, or a role for all its pods, to series and their values, or to null for silence.
+pod's name, or a role for all its pods, to series and their values, or to null for silence. Where
+routers have one named ``blind``, they see no worker.
 What workers were told is in a folder of files, one for each, so that it outlives the operator, as
 a worker does; one that drains has a request for as long as the environment says. Everything else is
 the real operator: ``python -m helpers.operator_process`` takes its arguments.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvasir.operator.cluster import main as operator_main
 from kvasir.operator.cluster import reconcile
 from kvasir.operator.cluster.main import parse, serve
 from kvasir.operator.cluster.observed import Fleet, Pod, WorkerLoad
@@ -57,11 +59,21 @@ class PlayedWorkers:
         ready = [pod for pod in pods if pod.ready and not pod.terminating]
         workers = [pod.name for pod in ready if pod.role != "router"]
         since = {name: self._draining_since(name) for name in workers}
-        states = {name: "ready" if since[name] is None else "draining" for name in workers}
         return Fleet(
             loads={name: self._load(moment) for name, moment in since.items()},
-            routers={pod.name: states for pod in ready if pod.role == "router"},
+            routers=await self.views(pods),
         )
+
+    async def views(self, pods: Sequence[Pod]) -> dict[str, dict[str, str]]:
+        script = _script()
+        blind = "blind" in (script.get("router") or {})
+        ready = [pod for pod in pods if pod.ready and not pod.terminating]
+        states = {
+            pod.name: "ready" if self._draining_since(pod.name) is None else "draining"
+            for pod in ready
+            if pod.role != "router" and not blind
+        }
+        return {pod.name: states for pod in ready if pod.role == "router"}
 
     async def scrape(
         self, pods: Sequence[Pod]
@@ -124,6 +136,8 @@ def _text(idle: Series, told: Series) -> str:
 def main() -> int:
     configure_logging()
     reconcile.RESYNC = float(os.environ["KVASIR_TEST_RESYNC_SECONDS"])
+    if limit := os.environ.get("KVASIR_TEST_RECURSION_LIMIT"):
+        operator_main.RECURSION_LIMIT = int(limit)
     return asyncio.run(serve(parse(sys.argv[1:]), PlayedWorkers()))
 
 

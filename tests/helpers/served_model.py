@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.clients import CommandError
-from cluster.installation import Installation, client_pod, overlay
+from cluster.installation import Installation, client_pod, minimal_sample
 from cluster.load import LoadClient
 from cluster.node_cluster import NodeCluster
 from cluster.processes import wait_until
-from helpers.chart import SAMPLES
 
 NAME = "smollm2"
 KINDS = (
@@ -150,12 +147,9 @@ class ServedModel:
 
 def _sample(cluster: NodeCluster) -> dict[str, Any]:
     """The minimal sample, made small, with pods that run in this cluster."""
-    document: dict[str, Any] = yaml.safe_load(SAMPLES[0].read_text(encoding="utf-8"))
+    document = minimal_sample(cluster)
     spec = document["spec"]
     assert document["metadata"]["name"] == NAME
     for part, fields in _SMALL.items():
         spec[part] = {**spec.get(part, {}), **fields}
-    for role in ("prefill", "decode", "router"):
-        container = "router" if role == "router" else "worker"
-        spec[role] = {**spec.get(role, {}), "template": overlay(cluster, container)}
     return document

@@ -21,6 +21,7 @@ from kvasir.operator.cluster.observed import (
     Fleet,
     Observed,
     Pod,
+    Reference,
     WorkerLoad,
     observe,
     reference,
@@ -29,6 +30,9 @@ from kvasir.operator.cluster.plan import Plan, needs_fleet, next_step
 from kvasir.operator.modelservice import ModelService
 
 INSTALLATION = Installation("worker:1", "router:1")
+ACCOUNT = "a1"
+"""Uid of the routers' ServiceAccount."""
+ACCOUNT_OBJECTS = {Reference("ServiceAccount", "s-router"): {"metadata": {"uid": ACCOUNT}}}
 
 
 def service(**spec: Any) -> ModelService:
@@ -71,7 +75,7 @@ class Simulation:
 
     def observed(self) -> Observed:
         seen = replace(
-            observe(self.objects.values(), "s"),
+            observe(self.objects.values(), "1"),
             pods=(
                 Pod("router-0", "router", "s-router", ready=True),
                 *(worker.pod for worker in self.workers.values()),
@@ -112,7 +116,7 @@ class Simulation:
         for name in drains.condemn:
             self._mark(name, condemned=True)
         for item in plan.apply:
-            if item["kind"] in ("Deployment", "WorkerPool", "ConfigMap"):
+            if item["kind"] in ("Deployment", "WorkerPool", "ConfigMap", "ServiceAccount"):
                 self._apply(item)
         for resize in plan.resize:
             self.objects[str(resize.key)]["spec"]["replicas"] = resize.replicas
@@ -207,7 +211,8 @@ class Simulation:
 
     def _apply(self, item: Mapping[str, Any]) -> None:
         key = str(reference(item))
-        self.objects[key] = {**item, "metadata": {**item["metadata"], "resourceVersion": "1"}}
+        made = {"resourceVersion": "1", "uid": ACCOUNT}
+        self.objects[key] = {**item, "metadata": {**item["metadata"], **made}}
 
     def _mark(self, name: str, **changes: Any) -> None:
         worker = self.workers[name]

@@ -95,7 +95,7 @@ NEEDED = {
     "roles.rbac.authorization.k8s.io": "list watch create patch delete",
     "rolebindings.rbac.authorization.k8s.io": "list watch create patch delete",
     "pods": "list watch patch",
-    "events": "create",
+    "events": "create patch",
 }
 FORBIDDEN = {
     "secrets": "get list create",

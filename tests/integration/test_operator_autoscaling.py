@@ -135,7 +135,7 @@ def test_load_adds_workers_and_its_end_removes_them_one_by_one(stage: Stage) -> 
     up = stage.decision()
     assert (up["role"], up["desired"]) == ("decode", 3)
     assert re.fullmatch(r"Raise decode from \d to 3: KV cache usage is 100% .+", up["reason"])
-    assert {"kv_usage", "ready", "wanted", "held_requests"} <= set(up["inputs"])
+    assert {"kvUsage", "ready", "wanted", "heldRequests"} <= set(up["inputs"])
     assert stage.wanted("prefill") == 1
 
     stage.operator.play({})
@@ -280,3 +280,13 @@ def test_whoever_writes_the_scale_subresource_scales_a_pool(
         assert not stage.decision()
     finally:
         client.close()
+
+
+def test_who_scales_a_pool_beyond_its_bounds_is_told(stage: Stage) -> None:
+    stage.apply(decode=scaled(1, 2))
+    stage.wait_ready("AllReady")
+    stage.run("scale", "wpool/smollm2-decode", "--replicas=5")
+    said = "wpool/smollm2-decode asked for 5, but spec.decode.scaling.maxReplicas is 2."
+    stage.wait_until(lambda: said in stage.told("ScalingLimited"), "the bound is told")
+    stage.wait_until(lambda: stage.wanted() <= 2, "it is kept")
+    assert stage.told("ScalingLimited").count(said) == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.simulated_cluster import service
-from kvasir.operator.cluster.autoscaler import Autoscaler, last_decision
+from kvasir.operator.cluster.autoscaler import Autoscaler, held_to_bounds, last_decision
 from kvasir.operator.cluster.faults import Fault
 from kvasir.operator.cluster.observed import Fleet, Observed, Pod, Pool
 from kvasir.operator.cluster.queue import Key
@@ -117,6 +117,19 @@ async def test_a_limit_that_a_change_told_of_is_not_told_again() -> None:
     assert not await stage.run(120, wanted=2)
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (3, ["wpool/s-decode asked for 3, but spec.decode.scaling.maxReplicas is 2."]),
+        (0, ["wpool/s-decode asked for 0, but spec.decode.scaling.minReplicas is 1."]),
+        (2, []),
+    ],
+)
+def test_who_scales_beyond_the_bounds_is_told(asked: int, told: list[str]) -> None:
+    pools = (Pool("decode", asked, "scaling"), Pool("prefill", 9, "9"))
+    assert list(held_to_bounds(Stage(high=2).service, Observed({}, pools=pools))) == told
+
+
 async def test_calm_is_not_told() -> None:
     stage = Stage()
     stage.pods = pods(1)
@@ -175,6 +188,6 @@ async def test_a_decision_in_the_status() -> None:
     told = last_decision(raised)
     assert (told.role, told.desired, told.limited_by) == ("decode", 2, None)
     assert told.time.timestamp() == NOW + 5
-    assert told.inputs["kv_usage"] == "1.0"
+    assert told.inputs["kvUsage"] == "1.0"
     unknown = last_decision(replace(raised, inputs={"kv_usage": None}, limited_by="bad_data"))
-    assert (unknown.inputs, unknown.limited_by) == ({"kv_usage": "unknown"}, "bad_data")
+    assert (unknown.inputs, unknown.limited_by) == ({"kvUsage": "unknown"}, "badData")

@@ -97,7 +97,7 @@ def test_selectors_match_the_pods_they_are_for_and_no_others() -> None:
         role: deployment(service, role)["spec"]["template"]["metadata"]["labels"]
         for role in names.WORKER_ROLES
     }
-    pods["router"] = objects.router_deployment(service, INSTALLATION, 1)["spec"]["template"][
+    pods["router"] = objects.router_deployment(service, INSTALLATION, 1, "a1")["spec"]["template"][
         "metadata"
     ]["labels"]
     workers = {"prefill", "decode"}
@@ -167,7 +167,7 @@ def test_worker_probes_ports_and_grace() -> None:
 def test_pods_are_restricted(component: str) -> None:
     service = a_service(model={"source": "pvc://claim/model"})
     spec = (
-        objects.router_deployment(service, INSTALLATION, 1)["spec"]["template"]["spec"]
+        objects.router_deployment(service, INSTALLATION, 1, "a1")["spec"]["template"]["spec"]
         if component == "router"
         else pod(service, "prefill" if component == "prefill" else "decode")
     )
@@ -263,13 +263,13 @@ def test_workers_request_memory_for_their_kv_cache_where_nobody_says_more(
 def test_an_overlay_that_leaves_no_pod_is_left_to_the_api_server(template: Any) -> None:
     service = a_service(decode={"template": template}, router={"template": template})
     objects.worker_revision(service, "decode", INSTALLATION)
-    objects.router_deployment(service, INSTALLATION, 1)
+    objects.router_deployment(service, INSTALLATION, 1, "a1")
 
 
 def test_routers_request_a_little() -> None:
     service = a_service(router={"resources": {"limits": {"memory": "256Mi"}}})
     found = [
-        objects.router_deployment(each, INSTALLATION, 1)["spec"]["template"]["spec"]
+        objects.router_deployment(each, INSTALLATION, 1, "a1")["spec"]["template"]["spec"]
         for each in (a_service(), service)
     ]
     resources = [spec["containers"][0]["resources"] for spec in found]
@@ -325,7 +325,7 @@ def test_a_routers_configuration_is_one_that_it_accepts() -> None:
     config = RouterConfig.model_validate_json(config_map["data"]["router.json"])
     assert config.kubernetes is not None
     assert (config.kubernetes.namespace, config.kubernetes.service) == ("team", "chat-workers")
-    assert (config.port, config.drain_deadline) == (8000, 60.0)
+    assert (config.port, config.drain_linger, config.drain_deadline) == (8000, 5.0, 60.0)
     assert (config.disaggregation.mode, config.disaggregation.min_uncached_tokens) == ("always", 9)
 
 
@@ -350,17 +350,18 @@ def test_routers_hold_requests_for_longer_where_workers_start_for_them(
 
 
 def test_a_router_is_ready_without_workers_and_leaves_slowly() -> None:
-    template = objects.router_deployment(a_service(), INSTALLATION, 3)["spec"]["template"]
+    template = objects.router_deployment(a_service(), INSTALLATION, 3, "a1")["spec"]["template"]
     (main,) = template["spec"]["containers"]
     assert main["readinessProbe"]["httpGet"]["path"] == "/health"
-    assert main["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
-    assert template["spec"]["terminationGracePeriodSeconds"] == 300 + 15 + 5
+    # It lingers by itself.
+    assert "lifecycle" not in main
+    assert template["spec"]["terminationGracePeriodSeconds"] == 5 + 300 + 15
     assert "--set=host=*" in main["args"]
 
 
 def test_a_changed_router_configuration_restarts_routers_and_replicas_do_not() -> None:
     def template(replicas: int, **spec: Any) -> Any:
-        made = objects.router_deployment(a_service(**spec), INSTALLATION, replicas)
+        made = objects.router_deployment(a_service(**spec), INSTALLATION, replicas, "a1")
         return made["spec"]["template"]
 
     assert template(1) == template(5)

@@ -7,10 +7,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers.simulated_cluster import INSTALLATION, Simulation, service, takes_requests
+from helpers.simulated_cluster import (
+    ACCOUNT,
+    ACCOUNT_OBJECTS,
+    INSTALLATION,
+    Simulation,
+    service,
+    takes_requests,
+)
 from kvasir.operator.cluster.difference import projection
 from kvasir.operator.cluster.drain import Drain, shrink
 from kvasir.operator.cluster.faults import Fault
+from kvasir.operator.cluster.names import ACCOUNT_ANNOTATION
 from kvasir.operator.cluster.observed import (
     APPLIED_REPLICAS,
     ROLLOUT_MINIMUM,
@@ -19,6 +27,7 @@ from kvasir.operator.cluster.observed import (
     Observed,
     Pod,
     Pool,
+    Reference,
     WorkerLoad,
     observe,
 )
@@ -37,13 +46,13 @@ def objects_of(plan: Plan, kind: str) -> list[Any]:
     return [item for item in plan.apply if item["kind"] == kind]
 
 
-def test_an_empty_namespace_gets_everything_at_once() -> None:
+def test_an_empty_namespace_gets_everything_but_routers_at_once() -> None:
     plan = next_step(service(decode={"replicas": 3}), INSTALLATION, NOTHING, NOW)
     sizes = {
         item["metadata"]["labels"]["kvasir.dev/role"]: item["spec"]["replicas"]
         for item in objects_of(plan, "Deployment")
     }
-    assert sizes == {"router": 1, "prefill": 1, "decode": 3}
+    assert sizes == {"prefill": 1, "decode": 3}
     pools = {item["spec"]["role"]: item for item in objects_of(plan, "WorkerPool")}
     assert pools["decode"]["spec"]["replicas"] == 3
     assert pools["decode"]["metadata"]["annotations"] == {
@@ -54,6 +63,53 @@ def test_an_empty_namespace_gets_everything_at_once() -> None:
     # What pods need is there before them.
     kinds = [item["kind"] for item in plan.apply]
     assert kinds.index("ServiceAccount") < kinds.index("Deployment")
+
+
+def router_accounts(plan: Plan) -> list[str]:
+    return [
+        item["spec"]["template"]["metadata"]["annotations"][ACCOUNT_ANNOTATION]
+        for item in objects_of(plan, "Deployment")
+        if item["metadata"]["labels"]["kvasir.dev/role"] == "router"
+    ]
+
+
+def test_routers_come_with_their_account_and_roll_with_a_new_one_only() -> None:
+    plan = next_step(service(), INSTALLATION, Observed(dict(ACCOUNT_OBJECTS)), NOW)
+    assert router_accounts(plan) == [ACCOUNT]
+    (routers,) = (
+        item for item in objects_of(plan, "Deployment") if item["metadata"]["name"] == "s-router"
+    )
+    running = {Reference("Deployment", "s-router"): routers}
+    # The account is gone: until it is made anew, nothing changes.
+    plan = next_step(service(), INSTALLATION, Observed(running), NOW)
+    assert router_accounts(plan) == [ACCOUNT]
+    (account,) = ACCOUNT_OBJECTS
+    anew = {**running, account: {"metadata": {"uid": "other"}}}
+    assert router_accounts(next_step(service(), INSTALLATION, Observed(anew), NOW)) == ["other"]
+    # Routers of an operator that noted no account stay while there is none.
+    del routers["spec"]["template"]["metadata"]["annotations"]
+    plan = next_step(service(), INSTALLATION, Observed(running), NOW)
+    assert not router_accounts(plan)
+    assert not plan.delete
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "-1", "", "x", "1e3"])
+def test_a_rollout_minimum_that_is_no_number_of_workers_counts_as_none(text: str) -> None:
+    (pool,) = (
+        item
+        for item in objects_of(next_step(service(), INSTALLATION, NOTHING, NOW), "WorkerPool")
+        if item["spec"]["role"] == "decode"
+    )
+    pool["metadata"]["annotations"][ROLLOUT_MINIMUM] = text
+    assert [each.minimum for each in observe([pool], "1").pools] == [0]
+
+
+def test_only_what_the_service_controls_is_its_own() -> None:
+    (pool, _) = objects_of(next_step(service(), INSTALLATION, NOTHING, NOW), "WorkerPool")
+    assert observe([pool], "1").pools
+    assert not observe([pool], "of an earlier one").pools
+    del pool["metadata"]["ownerReferences"]
+    assert not observe([pool], "1").pools
 
 
 SCALING = {"scaling": {"minReplicas": 2, "maxReplicas": 4}}
@@ -424,6 +480,8 @@ def container(**state: Any) -> dict[str, Any]:
 
 
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
+REFUSED = {"terminated": {"exitCode": 2, "message": "bad: fix\n"}}
+KILLED = {"exitCode": 137, "reason": "OOMKilled"}
 
 
 @pytest.mark.parametrize(
@@ -454,29 +512,64 @@ BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
             Fault("ImagePullFailed", "image i: InvalidImageName"),
         ),
         (
-            container(
-                state=BACK_OFF, lastState={"terminated": {"exitCode": 2, "message": "bad: fix\n"}}
-            ),
+            container(state=BACK_OFF, lastState=REFUSED),
             Fault("ConfigurationRefused", "bad: fix"),
         ),
         (
             container(state=BACK_OFF, lastState={"terminated": {"exitCode": 139}}),
-            Fault("CrashLooping", "exit code 139: back-off"),
+            Fault("CrashLooping", "exit code 139"),
         ),
         (
             container(state={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}),
-            Fault("OutOfMemory", "exit code 137"),
+            Fault(
+                "OutOfMemory",
+                "container worker was killed since its node ran out of memory; it has no limit. "
+                "Set spec.decode.resources.requests.memory to what it takes",
+            ),
         ),
         (
-            container(state={"running": {}}, lastState={"terminated": {"exitCode": 1}}),
-            None,
+            container(state={"waiting": {"reason": "ContainerCreating"}}, lastState=REFUSED),
+            Fault("ConfigurationRefused", "bad: fix"),
         ),
+        (container(state={"running": {}}, lastState=REFUSED, ready=True), None),
+        (container(state={"running": {}}, lastState={"terminated": {"exitCode": 0}}), None),
     ],
 )
 def test_why_a_pod_does_not_become_ready(item: dict[str, Any], fault: Fault | None) -> None:
     (seen,) = observe([item], "s").pods
     assert seen.fault == fault
     assert seen.deployment == "s-decode-abc"
+
+
+@pytest.mark.parametrize(
+    ("unready_since", "told"), [("00:00:05", True), ("00:00:10", True), ("00:00:30", False)]
+)
+def test_a_fault_is_told_until_the_container_has_been_ready_again(
+    unready_since: str, told: bool
+) -> None:
+    """It began anew at 00:00:10; a container that was ready since then works again."""
+    item = container(
+        ready=False,
+        state={"running": {"startedAt": "2026-01-01T00:00:10Z"}},
+        lastState=REFUSED,
+    )
+    changed = f"2026-01-01T{unready_since}Z"
+    item["status"]["conditions"] = [
+        {"type": "Ready", "status": "False", "lastTransitionTime": changed}
+    ]
+    (seen,) = observe([item], "s").pods
+    assert (seen.fault is not None) is told
+
+
+def test_a_container_that_needs_more_memory_than_its_limit_says_what_to_raise() -> None:
+    item = container(state=BACK_OFF, lastState={"terminated": KILLED})
+    item["spec"]["containers"] = [{"name": "worker", "resources": {"limits": {"memory": "2Gi"}}}]
+    (seen,) = observe([item], "s").pods
+    assert seen.fault == Fault(
+        "OutOfMemory",
+        "container worker was killed at its memory limit of 2Gi; "
+        "raise spec.decode.resources.limits.memory, or lower spec.engine.kvCacheMemory",
+    )
 
 
 def test_a_drain_time_that_somebody_spoiled_counts_as_none() -> None:

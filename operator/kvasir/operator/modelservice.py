@@ -88,8 +88,9 @@ class Model(Strict):
     )
 
     source: Annotated[str, Source()]
-    """Where the weights are: bundled://NAME, hf://ORG/NAME@REVISION, pvc://CLAIM/PATH or
-    file:///PATH. A change rolls out new workers."""
+    """Where the weights are: bundled://NAME, in the worker's image; pvc://CLAIM/PATH, in a
+    PersistentVolumeClaim; or file:///PATH, for kvasir up alone: in a cluster use pvc. Not yet:
+    hf://ORG/NAME@REVISION. A change rolls out new workers."""
     served_name: ServedName | None = None
     """Model name in API requests. Left out: the name of the ModelService."""
     max_model_len: Annotated[int, Field(ge=1, le=2**24)] = 2048
@@ -98,7 +99,7 @@ class Model(Strict):
     """Type of weights and activations. auto: bfloat16 where the hardware computes in it."""
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
     """Type that weights are quantized to when they are loaded; activations stay in dtype. int8: a
-    scale for each output. int4: a scale and a minimum for each 32 inputs."""
+    scale for each output. int4: a scale and a minimum for each 32 inputs. Not yet: fp8."""
     activation_quantization: Literal["none", "int8"] = "none"
     """int8: activations are quantized too, which is faster for many tokens at once, and less
     exact. Needs quantization int8."""
@@ -124,13 +125,14 @@ class Engine(Strict):
     """What computes in each worker, and its limits."""
 
     type: Literal["native", "vllm"] = "native"
-    """The inference engine."""
+    """The inference engine. Not yet: vllm."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in a KV block."""
     kv_cache_memory: Annotated[int, Size("1", "1Pi")] = Field(
         default="512Mi", validate_default=True
     )
-    """Memory for the KV cache of each worker, such as 512Mi or 20Gi."""
+    """Memory for the KV cache of each worker, such as 512Mi or 20Gi. Workers without an
+    accelerator request it of the scheduler, and 1Gi beside it; see resources."""
     max_batched_tokens: Annotated[int, Field(ge=1, le=2**24)] = 512
     """Most tokens in one step of a worker."""
     max_running_requests: Annotated[int, Field(ge=1, le=2**16)] = 64
@@ -185,9 +187,11 @@ class Parallelism(Strict):
     More of them than accelerator.count make a worker span nodes, as several pods."""
 
     tensor: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Ranks that share each layer."""
+    """Ranks that share each layer. More than 1 needs a worker image of your own in the role's
+    template; not yet with Kvasir's."""
     pipeline: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Stages that hold layers one after another."""
+    """Stages that hold layers one after another. More than 1 needs a worker image of your own, as
+    with tensor."""
 
 
 class Resources(Strict):
@@ -215,6 +219,9 @@ class _Replicated(Strict):
     replicas: Replicas | None = None
     """How many there are. Left out: 1, or what scaling decides."""
     resources: Resources | None = None
+    """What each container requests and may use. Requests that neither this nor the template names
+    are, for a worker, 100m of CPU and memory for a small model and its KV cache: 1Gi, and
+    engine.kvCacheMemory unless the role has an accelerator; for a router 50m and 128Mi."""
     template: dict[str, Any] | None = None
     """Overlay on the pods: fields of a pod template, merged into the operator's own."""
 

@@ -42,6 +42,21 @@ def parse_bytes(text: str | int) -> int:
     return value
 
 
+_AMOUNT = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?[0-9]+))?")
+_FRACTIONS = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3")}
+
+
+def parse_amount(text: str | int) -> Decimal:
+    """Any Kubernetes quantity that is not negative, exactly: 500m, 0.5, 64Mi, 2e3."""
+    match = _AMOUNT.fullmatch(str(text))
+    if match is None:
+        raise ValueError(f"{text!r} is no quantity; write one such as 500m, 2 or 64Mi")
+    number, suffix, exponent = match.groups()
+    if exponent:
+        return Decimal(f"{number}e{exponent}")
+    return Decimal(number) * (_FRACTIONS.get(suffix or "") or _SUFFIXES[suffix or ""])
+
+
 def parse_duration(text: str) -> float:
     """Seconds of a duration such as 500ms, 300s, 5m or 1h30m."""
     if re.fullmatch(DURATION_PATTERN, text) is None:

@@ -86,16 +86,19 @@ class LastDecision(_Status):
 
     time: datetime
     """When it was decided."""
-    role: Literal["prefill", "decode", "router"]
+    role: Literal["prefill", "decode"]
     """The pool that it is about."""
     desired: Count
     """Replicas that it asks for."""
     reason: Annotated[str, Field(max_length=1024)]
     """Why, in a sentence."""
     limited_by: Words | None = None
-    """What kept the number from being what the load asks for, such as maxReplicas."""
+    """What kept the number from being what the load asks for: min or max, that is minReplicas or
+    maxReplicas; stabilization, its window; pending, pods that are not ready or find no node;
+    badData, metrics that cannot be used. Left out: nothing did."""
     inputs: Annotated[dict[str, Words], Field(max_length=32)] = Field(default_factory=dict)
-    """The signals that it rests on, by name; a bad one says so instead of a number."""
+    """The signals that it rests on, by name, such as kvUsage, heldRequests,
+    queuedPrefillTokens or ttftP95Seconds; unknown where there is no number."""
 
 
 class ModelServiceStatus(_Status):

@@ -88,8 +88,11 @@ class RouterConfig(BaseModel):
     """How long a new request waits for a worker to be ready; then 503."""
     replay_timeout: Annotated[float, Field(ge=0)] = 120.0
     """How long a request whose worker died waits for another; then an error event."""
+    drain_linger: Annotated[float, Field(ge=0)] = 0.0
+    """How long new requests are taken after SIGTERM: as long as it takes until nobody is sent
+    here any more. Where the only clients are the user's own, no time."""
     drain_deadline: Annotated[float, Field(ge=0)] = 30.0
-    """How long open requests may go on after SIGTERM."""
+    """How long open requests may go on after that."""
     api_keys: tuple[ApiKey, ...] = ()
     """If any, each request needs one as a bearer token."""
 

@@ -67,13 +67,14 @@ async def _serve(config: RouterConfig, state: StateFile) -> None:
             _log.info("ready router=%s address=%s", config.router_id, address)
             await stop.wait()
             state.update("draining")
+            await runner.drain()
         finally:
-            # Stops to accept, waits for open requests, then cancels what is left.
+            # Cuts off what is left.
             await runner.cleanup()
     _log.info("stopped")
 
 
-async def _listen(runner: web.AppRunner, config: RouterConfig) -> str:
+async def _listen(runner: Runner, config: RouterConfig) -> str:
     """Open the port; gives host:port."""
     try:
         if config.host == EVERY_ADDRESS:

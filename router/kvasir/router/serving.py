@@ -129,7 +129,7 @@ class Serving:
                 if not (self._is_suspect and self._fleet.decode_groups(self._began)):
                     return self._no_capacity()
                 # Each suspect's turn ends, so that all of them come to theirs.
-                self._wait_from_now(self._config.replay_timeout)
+                self._wait_from_now(max(self._config.replay_timeout, REPLAY_BACKOFF))
                 continue
             await self._fleet.changed(pause)
             placement = self._try_place()

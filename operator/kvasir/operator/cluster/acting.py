@@ -1,12 +1,14 @@
 """Does what a plan says, in an order that matters: what protects requests comes first.
 
-Drains come before what ends pods. An object that the API server refuses hinders none of the others;
-why it was refused is returned.
+Drains come before what ends pods. A write that the API server refuses hinders none of the others,
+but for a Deployment whose next pod to go could not be marked: that one keeps its size. Why the
+first one was refused is returned.
 """
 
 import logging
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from kvasir.operator import workerpool
 from kvasir.operator.cluster import multi_node
@@ -21,11 +23,13 @@ from kvasir.operator.cluster.observed import (
     Pod,
     Reference,
     controller,
+    controls,
     reference,
 )
-from kvasir.operator.cluster.plan import Plan
+from kvasir.operator.cluster.plan import Plan, Resize
 from kvasir.operator.cluster.telling import Subject, Teller
 from kvasir.operator.cluster.workers import Workers
+from kvasir.operator.modelservice import KIND
 
 _CONDEMNED = "-1000"
 
@@ -45,21 +49,32 @@ class Actor:
 
     async def __call__(self, subject: Subject, plan: Plan, observed: Observed) -> Fault | None:
         """Do what the plan says; what the API server refuses is returned, the rest done."""
-        namespace = subject.key.namespace
-        await self._drain(subject, plan.drains, {pod.name: pod for pod in observed.pods})
-        faults = [
-            await self._apply(namespace, item, observed.objects.get(reference(item)))
-            for item in plan.apply
+        pods = {pod.name: pod for pod in observed.pods}
+        faults = await self._drain(subject, plan.drains, pods)
+        unmarked = {pods[name].deployment for name in plan.drains.condemn if name in faults}
+        kept = {Reference("Deployment", name) for name in unmarked}
+        outcomes = [
+            *faults.values(),
+            *[
+                await self._apply(subject, item, observed.objects.get(reference(item)))
+                for item in plan.apply
+                if reference(item) not in kept
+            ],
+            *[
+                await self._merge(subject, each.key, _replicas(each, observed))
+                for each in plan.resize
+                if each.key not in kept
+            ],
+            *[
+                await self._delete(subject, key, observed.objects[key])
+                for key in plan.delete
+                if key not in kept
+            ],
         ]
-        for each in plan.resize:
-            patch = {"spec": {"replicas": each.replicas}}
-            await self._cluster.merge(namespace, each.key, patch)
-        for key in plan.delete:
-            _log.info("deleting service=%s object=%s", subject.key, key)
-            await self._cluster.delete(namespace, key)
-        return next(filter(None, faults), None)
+        return next(filter(None, outcomes), None)
 
-    async def _apply(self, namespace: str, item: Object, seen: Object | None) -> Fault | None:
+    async def _apply(self, subject: Subject, item: Object, seen: Object | None) -> Fault | None:
+        namespace = subject.key.namespace
         try:
             await self._cluster.apply(namespace, item, seen)
         except ApiError as error:
@@ -69,45 +84,97 @@ class Actor:
                 return multi_node.MISSING
             if not error.refusal:
                 raise
-            there = await self._cluster.find(namespace, reference(item)) if seen is None else None
-            if there is not None:
-                return _name_conflict(there, error)
-            return Fault("ObjectRefused", f"{reference(item)}: {error}")
+            if error.conflict and seen is None:
+                return await self._name_taken(subject, item, error)
+            return _refused(reference(item), error)
         return None
 
-    async def _drain(self, subject: Subject, drains: Drain, pods: Mapping[str, Pod]) -> None:
+    async def _name_taken(self, subject: Subject, item: Object, error: ApiError) -> Fault | None:
+        """There is an object of the name: whose is it?"""
+        there = await self._cluster.find(subject.key.namespace, reference(item))
+        if there is None:
+            raise error  # it went at this moment: the next try creates it
+        if controls(subject.body["metadata"]["uid"], there):
+            return await self._apply(subject, item, there)  # its labels were lost
+        return _name_conflict(there, subject.key.name)
+
+    async def _merge(
+        self, subject: Subject, key: Reference, patch: Mapping[str, Any]
+    ) -> Fault | None:
+        try:
+            await self._cluster.merge(subject.key.namespace, key, patch)
+        except ApiError as error:
+            if not error.refusal:
+                raise
+            return _refused(key, error)
+        return None
+
+    async def _delete(self, subject: Subject, key: Reference, seen: Object) -> Fault | None:
+        _log.info("deleting service=%s object=%s", subject.key, key)
+        try:
+            await self._cluster.delete(subject.key.namespace, key, seen["metadata"]["uid"])
+        except ApiError as error:
+            if not error.refusal:
+                raise
+            return _refused(key, error)
+        return None
+
+    async def _drain(
+        self, subject: Subject, drains: Drain, pods: Mapping[str, Pod]
+    ) -> dict[str, Fault]:
+        """Pods that could not be annotated, and why; what depends on that is not done."""
+        faults: dict[str, Fault] = {}
+
+        async def annotated(name: str, annotations: Mapping[str, str | None]) -> bool:
+            patch = {"metadata": {"annotations": annotations}}
+            fault = await self._merge(subject, Reference("Pod", name), patch)
+            if fault is not None:
+                faults[name] = fault
+            return fault is None
+
         for name in drains.begin:
             # First written, then told: an operator that ends in between tells it again.
             since = datetime.fromtimestamp(self._clock(), UTC).isoformat()
-            await self._annotate(subject, name, {DRAINING_SINCE: since})
+            if not await annotated(name, {DRAINING_SINCE: since}):
+                continue
             await self._workers.drain(pods[name])
             await self._teller.event(subject, "Normal", "DrainStarted", f"Worker {name} drains.")
         for name in drains.repeat:
             await self._workers.drain(pods[name])
         for name in drains.cancel:
             await self._workers.undrain(pods[name])
-            await self._annotate(subject, name, {DRAINING_SINCE: None, DELETION_COST: None})
+            await annotated(name, {DRAINING_SINCE: None, DELETION_COST: None})
         for name in drains.condemn:
-            await self._annotate(subject, name, {DELETION_COST: _CONDEMNED})
-            if name in drains.completed:
-                text = f"Worker {name} has no requests left and goes."
-                await self._teller.event(subject, "Normal", "DrainCompleted", text)
-            elif name in drains.timed_out:
-                text = f"Worker {name} still had requests at the drain deadline and goes."
-                await self._teller.event(subject, "Warning", "DrainTimedOut", text)
+            if not await annotated(name, {DELETION_COST: _CONDEMNED}):
+                continue
+            await self._tell_end(subject, drains, name)
+        return faults
 
-    async def _annotate(
-        self, subject: Subject, pod: str, annotations: Mapping[str, str | None]
-    ) -> None:
-        patch = {"metadata": {"annotations": annotations}}
-        await self._cluster.merge(subject.key.namespace, Reference("Pod", pod), patch)
+    async def _tell_end(self, subject: Subject, drains: Drain, name: str) -> None:
+        if name in drains.completed:
+            text = f"Worker {name} has no requests left and goes."
+            await self._teller.event(subject, "Normal", "DrainCompleted", text)
+        elif name in drains.timed_out:
+            text = f"Worker {name} still had requests at the drain deadline and goes."
+            await self._teller.event(subject, "Warning", "DrainTimedOut", text)
 
 
-def _name_conflict(there: Object, error: ApiError) -> Fault:
+def _replicas(resize: Resize, observed: Observed) -> Mapping[str, Any]:
+    uid = observed.objects[resize.key]["metadata"]["uid"]
+    return {"metadata": {"uid": uid}, "spec": {"replicas": resize.replicas}}
+
+
+def _refused(key: Reference, error: ApiError) -> Fault:
+    return Fault("ObjectRefused", f"{key}: {error}")
+
+
+def _name_conflict(there: Object, service: str) -> Fault:
     """An object has the name of one that the ModelService needs."""
     owner = controller(there)
-    if owner is not None:
-        text = f"belongs to {owner['kind']} {owner['name']}; rename one of the two"
+    if owner is None:
+        text = "was not made by the operator; delete it, or rename the ModelService"
+    elif (owner["kind"], owner["name"]) == (KIND, service):
+        text = f"belongs to an earlier ModelService {service}, and goes soon"
     else:
-        text = f"was not made by the operator; delete it, or rename the ModelService: {error}"
+        text = f"belongs to {owner['kind']} {owner['name']}; rename one of the two"
     return Fault("NameConflict", f"{reference(there)} {text}")

@@ -5,9 +5,11 @@ yet, and what is not known never takes a worker away: replicas stay, or grow, un
 stabilization window has been watched anew.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+
+from pydantic.alias_generators import to_camel
 
 from kvasir.operator.cluster import names
 from kvasir.operator.cluster.observed import Observed
@@ -122,6 +124,20 @@ def _is_news(decision: Decision, wanted: int, limits: dict[WorkerRole, _Limit]) 
     return True
 
 
+def held_to_bounds(service: ModelService, observed: Observed) -> Iterator[str]:
+    """What whoever scales a pool beyond its bounds is to know; one sentence for each pool."""
+    for pool in observed.pools:
+        scaling = _of(service, pool.role)
+        if scaling is None or scaling.min_replicas <= pool.replicas <= scaling.max_replicas:
+            continue
+        if pool.replicas > scaling.max_replicas:
+            limit = f"maxReplicas is {scaling.max_replicas}"
+        else:
+            limit = f"minReplicas is {scaling.min_replicas}"
+        name = names.pool(service.name, pool.role)
+        yield f"wpool/{name} asked for {pool.replicas}, but spec.{pool.role}.scaling.{limit}."
+
+
 def last_decision(decision: Decision) -> LastDecision:
     """As the status has it."""
     return LastDecision(
@@ -129,9 +145,9 @@ def last_decision(decision: Decision) -> LastDecision:
         role=decision.role,
         desired=decision.desired,
         reason=decision.reason[:1024],
-        limited_by=None if decision.limited_by == "none" else decision.limited_by,
+        limited_by=None if decision.limited_by == "none" else to_camel(decision.limited_by),
         inputs={
-            key: "unknown" if value is None else str(value)[:256]
+            to_camel(key): "unknown" if value is None else str(value)[:256]
             for key, value in sorted(decision.inputs.items())[:32]
         },
     )

@@ -1,7 +1,8 @@
 """The only module that talks to the API server. JSON in, JSON out; every request is counted.
 
-Writes are server-side apply, and none is sent for an object that says
-already what is wanted. Holds no object: each reconciliation reads what it needs.
+An object is created with POST, which never touches one that is there; from then on it is written
+by server-side apply. None is sent for an object that says already what is wanted. Holds no object:
+each reconciliation reads what it needs.
 
 https://kubernetes.io/docs/reference/using-api/server-side-apply/
 """
@@ -155,23 +156,53 @@ class Cluster:
     async def apply(self, namespace: str, item: Object, seen: Object | None) -> bool:
         """Make the object say what is wanted; whether that took a write.
 
-        ``seen`` is the object as it was read; None: there is none of ours. Then what someone else
-        wrote is not taken over, and be it another ModelService: that is a conflict.
+        ``seen`` is the object as it was read, and the caller's to change; only that very one is
+        written. None: there is none, and one is created. Where one is there nevertheless, it is
+        left alone: that is a conflict.
         """
         key = reference(item)
         settled, answer = self._settled.get((namespace, key), (None, None))
-        if seen is not None:
+        manager = f"{OPERATOR}/{item['metadata']['labels'][SERVICE_LABEL]}"
+        if seen is None:
+            # What is unknown to the API server is refused, as it is when an object is applied.
+            query = {"fieldManager": manager, "fieldValidation": "Strict"}
+            stored = await self._send("create", namespace, key.kind, body=item, query=query)
+            if projection(stored, item) != item:
+                # An operator that starts anew applies it once; so that this changes nothing then.
+                stored = await self._apply_to(namespace, item, stored, manager)
+        else:
             says = projection(seen, item)
             if says == item or (settled == item and says == answer):
                 return False
-        # A manager for each ModelService, so that the API server keeps them apart, at any moment.
-        manager = f"{OPERATOR}/{item['metadata']['labels'][SERVICE_LABEL]}"
-        query = {"fieldManager": manager, "force": "false" if seen is None else "true"}
-        stored = await self._send(
-            "apply", namespace, key.kind, key.name, body=item, query=query, content=_APPLY
-        )
+            stored = await self._apply_to(namespace, item, seen, manager)
         self._settled[namespace, key] = item, projection(stored, item)
         return True
+
+    async def _apply_to(
+        self, namespace: str, item: Object, seen: Object, manager: str
+    ) -> Mapping[str, Any]:
+        own = {**item["metadata"], "uid": seen["metadata"]["uid"]}
+        fields = applied_fields(seen["metadata"].get("managedFields") or (), manager)
+        if fields is not None:
+            version = seen["metadata"]["resourceVersion"]
+            patch = {"metadata": {"managedFields": fields, "resourceVersion": version}}
+            query = {"fieldManager": manager}
+            key = reference(item)
+            found = await self._send(
+                "patch", namespace, key.kind, key.name, body=patch, query=query, content=_MERGE
+            )
+            if "resourceVersion" in own:
+                own["resourceVersion"] = found["metadata"]["resourceVersion"]
+        stored: Mapping[str, Any] = await self._send(
+            "apply",
+            namespace,
+            item["kind"],
+            item["metadata"]["name"],
+            body={**item, "metadata": own},
+            query={"fieldManager": manager, "force": "true"},
+            content=_APPLY,
+        )
+        return stored
 
     async def apply_status(self, namespace: str, item: Object) -> None:
         """Write the status; ``item`` holds nothing else."""
@@ -191,10 +222,11 @@ class Cluster:
             "patch", namespace, key, body=patch, query={"fieldManager": OPERATOR}, content=_MERGE
         )
 
-    async def delete(self, namespace: str, key: Reference) -> None:
-        """Delete an object, which may be gone, and what belongs to it."""
+    async def delete(self, namespace: str, key: Reference, uid: str) -> None:
+        """Delete the object that has the uid, which may be gone, and what belongs to it."""
         self._settled.pop((namespace, key), None)
-        await self._unless_gone("delete", namespace, key, query={"propagationPolicy": "Background"})
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        await self._unless_gone("delete", namespace, key, body=body)
 
     def forget(self, namespace: str, service: str) -> None:
         """The objects of a ModelService that is gone."""
@@ -211,7 +243,7 @@ class Cluster:
         key: Reference,
         *,
         body: Object | None = None,
-        query: Mapping[str, str],
+        query: Mapping[str, str] | None = None,
         content: str = "application/json",
     ) -> None:
         try:
@@ -264,6 +296,28 @@ _METHODS = {
     "patch": "PATCH",
     "delete": "DELETE",
 }
+
+
+def applied_fields(entries: Sequence[Object], manager: str) -> list[Object] | None:
+    """``managedFields`` where what ``manager`` created counts as applied; None: nothing to change.
+
+    A field that it created would otherwise stay when it is not applied any more.
+    https://kubernetes.io/docs/reference/using-api/server-side-apply/#upgrading-from-client-side-apply-to-server-side-apply
+    """
+
+    def created(entry: Object) -> bool:
+        whole = not entry.get("subresource")
+        return whole and (entry.get("manager"), entry.get("operation")) == (manager, "Update")
+
+    if not any(map(created, entries)):
+        return None
+    applied = any(
+        (each.get("manager"), each.get("operation")) == (manager, "Apply") for each in entries
+    )
+    rest = [each for each in entries if not created(each)]
+    if applied:  # it was applied meanwhile; what it created is in there
+        return rest
+    return rest + [{**each, "operation": "Apply"} for each in entries if created(each)]
 
 
 def _message(data: bytes) -> str:

@@ -41,6 +41,11 @@ class Lease:
         return self.duration / 5
 
     @property
+    def longest(self) -> float:
+        """Seconds for which any holder is believed, whatever it wrote: no operator is kept out."""
+        return self.duration * 4
+
+    @property
     def deadline(self) -> float:
         """Seconds without renewal after which the leader stops; the rest is its time to do so."""
         return self.duration * 2 / 3
@@ -137,8 +142,8 @@ class _Election:
             self._seen, self._since = record, time.monotonic()
         if record[0] in ("", self._lease.identity):
             return True
-        held: float = found["spec"].get("leaseDurationSeconds", self._lease.duration)
-        return time.monotonic() - self._since >= held
+        told: float = found["spec"].get("leaseDurationSeconds", self._lease.duration)
+        return time.monotonic() - self._since >= min(told, self._lease.longest)
 
     async def _read(self) -> Object | None:
         return await self._cluster.get(self._lease.namespace, Reference("Lease", self._lease.name))

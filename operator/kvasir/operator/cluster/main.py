@@ -1,7 +1,7 @@
 """The `kvasir-operator` process: its arguments, start-up, leadership, health and metrics.
 
 0   stopped by SIGTERM or SIGINT
-1   the lease was lost: whatever starts it again makes it a candidate
+1   the lease was lost, or the watches ended: whatever starts it again makes it a candidate
 2   could not start: one line on stderr says what to mend
 """
 
@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
-import kopf
 from aiohttp import web
 from kubernetes.aio import client as kubernetes
 from kubernetes.aio import config as kubernetes_config
@@ -32,10 +31,14 @@ from kvasir.operator.cluster.objects import Installation
 from kvasir.operator.cluster.queue import Queue
 from kvasir.operator.cluster.reconcile import Reconciler
 from kvasir.operator.cluster.watches import ACCOUNT, Watches
+from kvasir.operator.cluster.watching import WatchingEndedError, watch
 from kvasir.operator.cluster.workers import PodWorkers, Workers
 from kvasir.proto.process import EVERY_ADDRESS, configure_logging, listen_everywhere
 
-_EXIT_LEASE_LOST = 1
+RECURSION_LIMIT = 30_000
+"""Enough to read, and to copy, what the API server stores: it allows 10 000 levels of JSON. Reading
+takes about 1.3 MB of the stack for those, of 8 MB that a thread has."""
+_EXIT_STOPPED = 1
 _EXIT_UNUSABLE = 2
 
 _log = logging.getLogger("kvasir.operator")
@@ -112,6 +115,7 @@ async def serve(options: Options, workers: Workers) -> int:
     Raises:
         StartError: there is no way to an API server, or the port is taken.
     """
+    sys.setrecursionlimit(RECURSION_LIMIT)
     work = asyncio.ensure_future(_work(options, workers))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -121,9 +125,9 @@ async def serve(options: Options, workers: Workers) -> int:
         await work
     except asyncio.CancelledError:
         return 0
-    except LeaseLostError as error:
+    except (LeaseLostError, WatchingEndedError) as error:
         _log.error("%s", error)
-        return _EXIT_LEASE_LOST
+        return _EXIT_STOPPED
     return 0
 
 
@@ -146,28 +150,12 @@ async def _work(options: Options, workers: Workers) -> None:
         async def keep() -> None:
             leading.set(1)
             health.watches = Watches(handlers.watched(options.namespaces))
-            await _keep(Queue(reconciler), options, health.watches)
+            queue = Queue(reconciler)
+            registry = handlers.registry(queue, health.watches)
+            await watch(queue, registry, options.namespaces, options.lease.identity)
 
         async with _served(options, metrics, health):
             await lead(cluster, options.lease, keep)
-
-
-async def _keep(queue: Queue, options: Options, watches: Watches) -> None:
-    logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of each event that it handles
-    reconciling = asyncio.create_task(queue.run())
-    try:
-        await kopf.operator(
-            registry=handlers.registry(queue, watches),
-            settings=handlers.settings(),
-            standalone=True,
-            clusterwide=not options.namespaces,
-            namespaces=options.namespaces,
-            # Left to itself, kopf asks for the user's name; a pod's user may have none.
-            identity=options.lease.identity,  # type: ignore[arg-type]  # its type has no public name
-        )
-    finally:
-        reconciling.cancel()
-        await asyncio.wait([reconciling])
 
 
 class _Health:

@@ -38,6 +38,8 @@ OPERATOR_LABELS = {NAME_LABEL: "kvasir", COMPONENT_LABEL: "operator"}
 """Of the operator's own pods, which the chart makes."""
 
 CONFIG_HASH_ANNOTATION = f"{GROUP}/config-hash"
+ACCOUNT_ANNOTATION = f"{GROUP}/service-account-uid"
+"""On a router's pod: its tokens are of this ServiceAccount, and of no other one of that name."""
 
 LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/group-index"

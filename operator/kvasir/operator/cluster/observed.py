@@ -22,7 +22,6 @@ from kvasir.operator.cluster.names import (
     SERVICE_LABEL,
     WORKER_ROLES,
 )
-from kvasir.operator.modelservice import KIND
 from kvasir.operator.workerpool import WorkerRole
 
 Object = Mapping[str, Any]
@@ -158,12 +157,15 @@ class Observed:
         return next((pool for pool in self.pools if pool.role == role), None)
 
 
-def observe(items: Iterable[Object], service: str) -> Observed:
+def observe(items: Iterable[Object], uid: str) -> Observed:
     """Reads API objects with the labels of one ModelService, of every kind.
 
-    Whatever its labels say, an object that another owner controls is none of them.
+    ``uid``: the ModelService's. Whatever its labels say, an object that it does not control is none
+    of them; but for pods, which belong to its Deployments.
     """
-    objects = {reference(item): item for item in items if not _foreign(item, service)}
+    objects = {
+        reference(item): item for item in items if item["kind"] == "Pod" or controls(uid, item)
+    }
     by_kind: dict[str, list[Object]] = {}
     for key, item in sorted(objects.items()):
         by_kind.setdefault(key.kind, []).append(item)
@@ -185,11 +187,10 @@ def controller(item: Object) -> Object | None:
     return next((owner for owner in owners if owner.get("controller")), None)
 
 
-def _foreign(item: Object, service: str) -> bool:
+def controls(uid: str, item: Object) -> bool:
+    """Whether the ModelService with the uid controls an object."""
     owner = controller(item)
-    if owner is None or item["kind"] == "Pod":
-        return False
-    return (owner["kind"], owner["name"]) != (KIND, service)
+    return owner is not None and owner["uid"] == uid
 
 
 def reference(item: Object) -> Reference:
@@ -287,7 +288,12 @@ def _deployment_of(labels: Mapping[str, str]) -> str:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
+    """What is no count of workers, since someone edited it, counts as none."""
+    return int(text) if text.isdecimal() and len(text) < _TOO_LONG else 0
+
+
+_TOO_LONG = 10
+"""Digits of a number that is more than any replicas."""
 
 
 def _draining_since(text: str | None) -> float | None:

@@ -33,6 +33,9 @@ _KEYS = {
 }
 """List -> the key by which Kubernetes merges its entries."""
 
+_DEEPEST = 64
+"""Levels of an overlay; the fields of a pod template have about a dozen."""
+
 _OWN_LABELS = frozenset(names.labels("", "worker", "decode")) | {
     names.REVISION_LABEL,
     names.POD_REVISION_LABEL,
@@ -52,6 +55,9 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
 
 def problems(path: str, template: Mapping[str, Any]) -> Iterator[str]:
     """What an overlay at ``path`` must not say, each with its fix."""
+    if deeper_than(_DEEPEST, template):
+        yield f"{path}: nested more than {_DEEPEST} deep; no pod template is, remove what is none"
+        return
     metadata = template.get("metadata", {})
     labels = metadata.get("labels", {}) if isinstance(metadata, Mapping) else None
     if not isinstance(labels, Mapping):
@@ -59,6 +65,21 @@ def problems(path: str, template: Mapping[str, Any]) -> Iterator[str]:
         return
     for label in sorted(_OWN_LABELS.intersection(labels)):
         yield f"{path}.metadata.labels: {label} is set by the operator; remove it"
+
+
+def deeper_than(levels: int, value: Any) -> bool:
+    """Whether mappings and lists are nested so deep. Without recursion: it may be thousands."""
+    layer = [value]
+    for _ in range(levels + 1):
+        layer = [
+            each
+            for one in layer
+            if isinstance(one, Mapping | list)
+            for each in (one.values() if isinstance(one, Mapping) else one)
+        ]
+        if not layer:
+            return False
+    return True
 
 
 def names_image(template: Mapping[str, Any], container: str) -> bool:

@@ -108,9 +108,13 @@ def next_step(
         deadline = service.spec.rollout.drain_deadline
         size, drain = shrink(deployment, course.targets[deployment.name], observed, now, deadline)
         sizes[deployment.name], drains = size, drains + drain
+    account = _router_account(service, observed)
+    routers = objects.router_deployment(
+        service, installation, service.spec.router.initial_replicas, account
+    )
     apply = (
         *objects.shared(service, installation),
-        objects.router_deployment(service, installation, service.spec.router.initial_replicas),
+        *([routers] if account else []),
         *_workers(newest.values(), wanted, sizes),
         *(_pool(service, role, wanted[role], course, observed) for role in newest),
     )
@@ -120,7 +124,7 @@ def next_step(
         apply=apply,
         drains=drains,
         resize=tuple(_resized(old_sizes, observed)),
-        delete=tuple(_unwanted(apply, observed, old_sizes)),
+        delete=tuple(_unwanted((*apply, routers), observed, old_sizes)),
         progress={role: _progress(newest[role], wanted[role], observed) for role in newest},
         drain_first=course.drain_first,
     )
@@ -171,6 +175,19 @@ def _pool(
 
 
 # --- objects ----------------------------------------------------------------------------------
+
+
+def _router_account(service: ModelService, observed: Observed) -> str:
+    """Uid of the routers' ServiceAccount; empty if none was ever seen: routers wait for it."""
+    name = names.router(service.name)
+    if account := observed.objects.get(Reference("ServiceAccount", name)):
+        return str(account["metadata"]["uid"])
+    # It went, and is made anew in this step; routers roll when it is there.
+    running = observed.objects.get(Reference("Deployment", name))
+    template = running["spec"]["template"] if running else {}
+    return str(
+        (template.get("metadata", {}).get("annotations") or {}).get(names.ACCOUNT_ANNOTATION, "")
+    )
 
 
 def _resized(sizes: Mapping[str, int], observed: Observed) -> Iterator[Resize]:

@@ -70,8 +70,6 @@ class Container:
     probed_port: str
     ready_path: str
     resources: Object
-    extra: Object
-    """Further fields of the container, and none of the above."""
 
 
 def metadata(service: ModelService, name: str, labels: Mapping[str, str]) -> Object:
@@ -193,7 +191,6 @@ def _container(container: Container) -> Object:
             "periodSeconds": 2,
             "timeoutSeconds": 3,
         },
-        **container.extra,
     }
 
 

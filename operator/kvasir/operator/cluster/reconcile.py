@@ -15,16 +15,23 @@ from pydantic import ValidationError
 from kvasir.operator import modelservice, workerpool
 from kvasir.operator.cluster import names, status
 from kvasir.operator.cluster.acting import Actor
-from kvasir.operator.cluster.autoscaler import PERIOD, Autoscaler, last_decision
+from kvasir.operator.cluster.autoscaler import (
+    PERIOD,
+    Autoscaler,
+    held_to_bounds,
+    last_decision,
+)
 from kvasir.operator.cluster.client import ApiError, Cluster
 from kvasir.operator.cluster.objects import Installation
 from kvasir.operator.cluster.observed import (
+    Fleet,
     Observed,
     Reference,
     observe,
 )
 from kvasir.operator.cluster.plan import needs_fleet, next_step
 from kvasir.operator.cluster.queue import Key, StepError
+from kvasir.operator.cluster.reach import WORKERS_NOT_REACHED
 from kvasir.operator.cluster.refusals import refusal
 from kvasir.operator.cluster.telling import Subject, Teller
 from kvasir.operator.cluster.workers import Workers
@@ -119,9 +126,14 @@ class Reconciler:
         told = status.service_status(spec, observed, plan, subject.seen(self._clock()), fault)
         if decision is not None:
             told = told.model_copy(update={"last_decision": decision})
+        if fault is None:
+            for text in held_to_bounds(spec, observed):
+                await self._teller.event(subject, "Normal", "ScalingLimited", text)
         await self._teller.tell(subject, told)
         await self._teller.tell_pools(subject, told, observed)
         if plan.undecided:
+            return _SOON
+        if any(each.reason == WORKERS_NOT_REACHED for each in told.conditions):
             return _SOON
         if fault is not None:
             return _RETRY
@@ -133,10 +145,10 @@ class Reconciler:
         found = await asyncio.gather(
             *(self._cluster.list(key.namespace, kind, selector) for kind in KINDS)
         )
-        observed = observe((item for items in found for item in items), key.name)
+        observed = observe((item for items in found for item in items), spec.metadata.uid)
         if needs_fleet(spec, self._installation, observed):
-            observed = replace(observed, fleet=await self._workers.observe(observed.pods))
-        return observed
+            return replace(observed, fleet=await self._workers.observe(observed.pods))
+        return replace(observed, fleet=Fleet(routers=await self._workers.views(observed.pods)))
 
     async def _autoscale(
         self, subject: Subject, spec: ModelService, observed: Observed

@@ -24,8 +24,10 @@ from kvasir.proto.process import EVERY_ADDRESS
 
 GRACE_SECONDS = 15
 """Between the end of the drain and the end of the process, before the kubelet kills it."""
-LEAVE_SECONDS = 5
-"""A stopping router goes on to accept for so long: proxies hear of its end a moment later."""
+LINGER_SECONDS = 5
+"""A stopping router goes on to accept for so long: proxies hear of its end a moment later. It does
+so by itself; a preStop hook would only keep it from knowing, and from telling its clients to leave.
+"""
 
 HOLD_SECONDS = 300.0
 """How long requests wait where decode workers are scaled, and may be none: one has to start, which
@@ -38,8 +40,13 @@ DEFAULT_REQUESTS = {"cpu": "50m", "memory": "128Mi"}
 _CONFIG_FILE = "router.json"
 
 
-def router_deployment(service: ModelService, installation: Installation, replicas: int) -> Object:
-    template = _template(service, installation)
+def router_deployment(
+    service: ModelService, installation: Installation, replicas: int, account: str
+) -> Object:
+    """``account``: uid of the ServiceAccount. Where that is made anew, so are the pods: the tokens
+    that they have were of the former one, and are worth nothing.
+    """
+    template = _template(service, installation, account)
     template["metadata"]["labels"][names.POD_REVISION_LABEL] = digest(template)
     return {
         "apiVersion": "apps/v1",
@@ -107,7 +114,7 @@ def _metadata(service: ModelService, name: str) -> Object:
     return metadata(service, name, names.labels(service.name, "router", "router"))
 
 
-def _template(service: ModelService, installation: Installation) -> Object:
+def _template(service: ModelService, installation: Installation, account: str) -> Object:
     """The pod template, but for the label that names its revision."""
     container = Container(
         name="router",
@@ -119,16 +126,18 @@ def _template(service: ModelService, installation: Installation) -> Object:
         # Not /ready: without any worker, routers hold requests until one comes.
         ready_path="/health",
         resources=dict(compute_resources(service.spec.router.resources)),
-        extra={"lifecycle": {"preStop": {"sleep": {"seconds": LEAVE_SECONDS}}}},
     )
-    grace = math.ceil(service.spec.rollout.drain_deadline) + GRACE_SECONDS + LEAVE_SECONDS
+    grace = math.ceil(service.spec.rollout.drain_deadline) + LINGER_SECONDS + GRACE_SECONDS
     name = names.router(service.name)
     spec = pod_spec(container, config_map=name, account=name, grace_seconds=grace)
     spec["automountServiceAccountToken"] = True
     base = {
         "metadata": {
             "labels": names.labels(service.name, "router", "router"),
-            "annotations": {names.CONFIG_HASH_ANNOTATION: digest(_config(service))},
+            "annotations": {
+                names.CONFIG_HASH_ANNOTATION: digest(_config(service)),
+                names.ACCOUNT_ANNOTATION: account,
+            },
         },
         "spec": spec,
     }
@@ -146,6 +155,7 @@ def _config(service: ModelService) -> dict[str, Any]:
             "service": names.workers(service.name),
         },
         "disaggregation": service.spec.disaggregation.model_dump(),
+        "drain_linger": LINGER_SECONDS,
         "drain_deadline": service.spec.rollout.drain_deadline,
         **({"no_worker_timeout": HOLD_SECONDS} if scaled else {}),
     }

@@ -24,6 +24,7 @@ from kvasir.operator.cluster import names
 from kvasir.operator.cluster.faults import Fault
 from kvasir.operator.cluster.observed import Object, Observed, Pod
 from kvasir.operator.cluster.plan import Plan
+from kvasir.operator.cluster.reach import WORKERS_NOT_REACHED, unreached
 from kvasir.operator.modelservice import ModelService, Role
 from kvasir.operator.refusal import in_terms_of_the_spec
 from kvasir.operator.resource_status import (
@@ -143,7 +144,9 @@ def transitions(stored: Object, status: ModelServiceStatus) -> Iterator[Event]:
         )
 
 
-_ON_THE_WAY = frozenset({"Starting", "StartingFromZero", "Scaling", "RollingOut", "Draining"})
+_ON_THE_WAY = frozenset(
+    {"Starting", "StartingFromZero", "Scaling", "RollingOut", "Draining", WORKERS_NOT_REACHED}
+)
 
 
 # --- roles ------------------------------------------------------------------------------------
@@ -222,6 +225,8 @@ def _available(
     if "decode" in lacking:
         text = f"No decode pod runs since no request came; one starts for the next. {_HOLD}"
         return _Verdict("True", "ScaledToZero", text)
+    if text := unreached([role for role in needed if role not in lacking], observed):
+        return _Verdict("False", WORKERS_NOT_REACHED, text)
     return _Verdict("True", "Serving", "Requests are answered.")
 
 

@@ -242,7 +242,6 @@ def _template(
         probed_port="metrics",
         ready_path="/ready",
         resources=_resources(wanted),
-        extra={},
     )
     grace = math.ceil(service.spec.rollout.drain_deadline) + GRACE_SECONDS
     spec = pod_spec(container, config_map, names.worker_account(service.name), grace)

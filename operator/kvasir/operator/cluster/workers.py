@@ -6,7 +6,7 @@ Whoever does not answer in time is absent from the answer; what that means is th
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Protocol, TypeVar
@@ -40,6 +40,10 @@ class Workers(Protocol):
 
     async def observe(self, pods: Sequence[Pod]) -> Fleet:
         """Asks all workers and routers among the pods, at the same time."""
+        ...
+
+    async def views(self, pods: Sequence[Pod]) -> Mapping[str, Mapping[str, str]]:
+        """``Fleet.routers``: asks the routers among the pods."""
         ...
 
     async def scrape(
@@ -79,14 +83,19 @@ class PodWorkers:
     async def observe(self, pods: Sequence[Pod]) -> Fleet:
         workers, routers = _reachable(pods)
         loads, views = await asyncio.gather(
-            asyncio.gather(*map(self._load, workers)), asyncio.gather(*map(self._view, routers))
+            asyncio.gather(*map(self._load, workers)), self.views(routers)
         )
         return Fleet(
             loads={pod.name: load for pod, load in zip(workers, loads, strict=True) if load},
-            routers={
-                pod.name: view for pod, view in zip(routers, views, strict=True) if view is not None
-            },
+            routers=views,
         )
+
+    async def views(self, pods: Sequence[Pod]) -> Mapping[str, Mapping[str, str]]:
+        _, routers = _reachable(pods)
+        views = await asyncio.gather(*map(self._view, routers))
+        return {
+            pod.name: view for pod, view in zip(routers, views, strict=True) if view is not None
+        }
 
     async def scrape(
         self, pods: Sequence[Pod]

@@ -17,7 +17,7 @@ from kvasir.router.api.auth import Keys
 from kvasir.router.api.context import API, Api
 from kvasir.router.api.errors import ApiError
 from kvasir.router.api.metrics import HttpMetrics
-from kvasir.router.api.middleware import add_request_id, frame
+from kvasir.router.api.middleware import add_request_id, close_if_draining, frame
 from kvasir.router.api.served import BuildTokenizer, ServedModel
 from kvasir.router.config import RouterConfig
 from kvasir.router.contracts import Dispatcher
@@ -47,7 +47,7 @@ def build_app(
     )
     app[status.REGISTRY] = registry
     app.on_response_prepare.append(add_request_id)
-    app.on_shutdown.append(_drain)
+    app.on_response_prepare.append(close_if_draining)
     app.cleanup_ctx.append(_served_model)
     app.add_routes(
         [
@@ -73,10 +73,6 @@ def _handler(handler: ApiHandler) -> Handler:
         return result.response() if isinstance(result, ApiError) else result
 
     return handle
-
-
-async def _drain(app: web.Application) -> None:
-    app[API].draining = True
 
 
 async def _served_model(app: web.Application) -> AsyncIterator[None]:

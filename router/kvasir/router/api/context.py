@@ -18,7 +18,7 @@ from kvasir.router.contracts import Dispatcher
 class Api:
     """``clock`` gives seconds since the Unix epoch, and ``started`` is one of them.
 
-    ``draining`` is set once, at the end.
+    ``draining`` is set once, when the end begins: from then on answers close their connections.
     """
 
     config: RouterConfig

@@ -69,6 +69,15 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
     response.headers["x-request-id"] = request_id(request)
 
 
+async def close_if_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Clients then send their next request over a new connection, to another router. One that
+    is closed without a word loses what the client is just sending."""
+    if request.app[API].draining:
+        response.force_close()
+        # aiohttp has decided upon this header before it asks here.
+        response.headers["Connection"] = "close"
+
+
 def _route(request: web.Request) -> str:
     """The route that will be run, which is what is guarded: no spelling of a path matters."""
     resource = request.match_info.route.resource

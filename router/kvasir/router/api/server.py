@@ -7,13 +7,17 @@ request (https://github.com/aio-libs/aiohttp/issues/3659). Here such answers get
 API's errors, and such connections an end, or their answer. aiohttp has no setting for any of it:
 ``Runner`` makes it use subclasses of its server and its ``RequestHandler``, which is one
 connection. Metrics and the access log know only what reaches the middleware.
+
+When it stops, aiohttp discards what clients that it never told to leave send on connections that
+they kept; here they are told first.
 """
 
 import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 from aiohttp import HttpVersion11, StreamReader, web
 
@@ -35,6 +39,11 @@ _PROBE_BEFORE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PROBE_WITHIN = b"3\r\n:\n\n\r\n"
 """What means nothing in a stream of events, the only answers that are chunked: a comment."""
 
+_DRAIN_POLL_SECONDS = 0.05
+"""Between two looks which connections are idle or gone."""
+_CUT_SECONDS = 1.0
+"""How long aiohttp waits for a handler, before and after it cancels it, when the server ends."""
+
 _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -42,7 +51,23 @@ class Runner(web.AppRunner):
     """A server for ``app``. A client that leaves cancels its handler, whatever it awaits."""
 
     def __init__(self, app: web.Application) -> None:
-        super().__init__(app, shutdown_timeout=app[API].config.drain_deadline)
+        super().__init__(app, shutdown_timeout=_CUT_SECONDS)
+
+    async def drain(self) -> None:
+        """Serve on until nobody is sent here any more, then finish what is open.
+
+        For ``drain_linger`` all goes on as before, but each answer tells the client to close its
+        connection. Then the port closes, and for at most ``drain_deadline`` open requests go on.
+        """
+        api = self.app[API]
+        api.draining = True
+        await asyncio.sleep(api.config.drain_linger)
+        for site in self.sites:
+            await site.stop()
+        server = cast("_Server", self.server)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(api.config.drain_deadline):
+                await server.empty(api.config.drain_linger)
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -61,11 +86,34 @@ class _Server(web.Server):
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, self._limits)
 
+    async def empty(self, patience: float) -> None:
+        """Until there is no connection, closing those that were idle for ``patience`` seconds.
+
+        One whose last answer did not yet tell the client to close is not idle for long when that
+        answer ends: the client's next request may be under way.
+        """
+        while True:
+            # First, since connections that are just being accepted are not seen yet.
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+            connections = cast("list[_Connection]", self.connections)
+            if not connections:
+                return
+            for connection in connections:
+                connection.close_if_idle(patience)
+
 
 class _Connection(web.RequestHandler):
     """One connection of a client."""
 
-    __slots__ = ("_body", "_head", "_head_timeout", "_probing", "_stall", "_write_timeout")
+    __slots__ = (
+        "_body",
+        "_head",
+        "_head_timeout",
+        "_last_use",
+        "_probing",
+        "_stall",
+        "_write_timeout",
+    )
 
     def __init__(self, server: web.Server, limits: Limits) -> None:
         options: dict[str, Any] = {
@@ -82,6 +130,8 @@ class _Connection(web.RequestHandler):
         """Of the last request whose head has come."""
         self._probing: asyncio.TimerHandle | None = None
         """Runs once the client has closed its side."""
+        self._last_use = 0.0
+        """When the client last sent something, or its answer was complete. Of the loop's clock."""
         self._write_timeout = limits.write_timeout
         self._stall: asyncio.TimerHandle | None = None
         """Runs while more waits for the client than the transport likes to hold."""
@@ -113,6 +163,7 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._last_use = asyncio.get_running_loop().time()
         self._await_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -130,6 +181,7 @@ class _Connection(web.RequestHandler):
     # --- a client that does not complete a head --------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        self._last_use = asyncio.get_running_loop().time()
         before = self._request_count
         super().data_received(data)
         if self._request_count > before:
@@ -152,6 +204,21 @@ class _Connection(web.RequestHandler):
                 self._head_timeout,
                 self.peername,
             )
+            self.force_close()
+
+    # --- a client that is to leave ---------------------------------------------------------
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        finished = await super().finish_response(request, resp, start_time)
+        self._last_use = asyncio.get_running_loop().time()
+        return finished
+
+    def close_if_idle(self, seconds: float) -> None:
+        """If no request is being answered and there was no use of it for so long."""
+        unused = asyncio.get_running_loop().time() - self._last_use
+        if not self._unanswered and unused >= seconds:
             self.force_close()
 
     # --- a client that closes its side and waits for the answer -----------------------------

@@ -12,9 +12,9 @@ from kvasir.router.api.openapi import document
 REGISTRY = web.AppKey("registry", CollectorRegistry)
 
 
-async def health(request: web.Request) -> web.StreamResponse:
-    """Alive, until it begins to shut down. Restarting it would not bring workers back."""
-    return web.Response(status=503 if request.app[API].draining else 200)
+async def health(_: web.Request) -> web.StreamResponse:
+    """Alive, also while it drains. Restarting it would not bring workers back."""
+    return web.Response()
 
 
 async def ready(request: web.Request) -> web.StreamResponse:

@@ -81,7 +81,7 @@ def locate(url: str) -> Path:
 
 
 def named_as(source: str, url: str, message: str) -> str:
-    """A refusal of the model at ``url`` that names ``source`` instead of its path; "" names none."""
+    """A refusal of the model at ``url``, with its path as ``source``, unless that is empty."""
     parts = urlsplit(url)
     if not source or parts.scheme != "file":
         return message
