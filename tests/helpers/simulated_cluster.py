@@ -8,15 +8,17 @@ with few places, workers that finish requests, routers that see it all. Times ar
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 from kvasir.operator.cluster.faults import Fault
 from kvasir.operator.cluster.names import (
+    POD_REVISION_LABEL,
     REVISION_LABEL,
     ROLE_LABEL,
     WORKER_ROLES,
 )
-from kvasir.operator.cluster.objects import Installation
+from kvasir.operator.cluster.objects import Installation, router_deployment
 from kvasir.operator.cluster.observed import (
     Fleet,
     Observed,
@@ -26,6 +28,7 @@ from kvasir.operator.cluster.observed import (
     observe,
     reference,
 )
+from kvasir.operator.cluster.places import Needs
 from kvasir.operator.cluster.plan import Plan, needs_fleet, next_step
 from kvasir.operator.modelservice import ModelService
 
@@ -33,6 +36,13 @@ INSTALLATION = Installation("worker:1", "router:1")
 ACCOUNT = "a1"
 """Uid of the routers' ServiceAccount."""
 ACCOUNT_OBJECTS = {Reference("ServiceAccount", "s-router"): {"metadata": {"uid": ACCOUNT}}}
+PATIENCE = 2.0
+NO_PLACE = Fault(
+    "Unschedulable",
+    "0/1 nodes are available: 1 Insufficient example.com/gpu. preemption: 0/1 nodes are available: "
+    "1 No preemption victims found for incoming pod.",
+)
+ONE_PLACE = Needs({"example.com/gpu": Decimal(1)})
 
 
 def service(**spec: Any) -> ModelService:
@@ -45,6 +55,12 @@ def service(**spec: Any) -> ModelService:
             "spec": {"model": {"source": "bundled://smollm2-135m-instruct"}, **spec},
         }
     )
+
+
+def router_revision(spec: ModelService) -> str:
+    """Of the newest routers."""
+    template = router_deployment(spec, INSTALLATION, 1, ACCOUNT)["spec"]["template"]
+    return str(template["metadata"]["labels"][POD_REVISION_LABEL])
 
 
 @dataclass
@@ -77,7 +93,13 @@ class Simulation:
         seen = replace(
             observe(self.objects.values(), "1"),
             pods=(
-                Pod("router-0", "router", "s-router", ready=True),
+                Pod(
+                    "router-0",
+                    "router",
+                    "s-router",
+                    ready=True,
+                    pod_revision=router_revision(self.spec),
+                ),
                 *(worker.pod for worker in self.workers.values()),
             ),
         )
@@ -99,10 +121,13 @@ class Simulation:
 
     def step(self) -> Plan:
         """One step of an operator, then a second of everything else."""
-        plan = next_step(self.spec, INSTALLATION, self.observed(), self.now)
+        plan = self.plan()
         self.act(plan)
         self.tick()
         return plan
+
+    def plan(self) -> Plan:
+        return next_step(self.spec, INSTALLATION, self.observed(), self.now, PATIENCE)
 
     def act(self, plan: Plan) -> None:
         drains = plan.drains
@@ -167,9 +192,10 @@ class Simulation:
             if free > 0:
                 free -= 1
                 worker.ready_at = self.now + self.start
-                self._mark(name, scheduled=True, fault=None, address="10.0.0.1")
-            else:
-                self._mark(name, fault=Fault("Unschedulable", "no place"))
+                placed = {"fault": None, "unplaced_since": None, "address": "10.0.0.1"}
+                self._mark(name, scheduled=True, **placed)
+            elif worker.pod.fault is None:
+                self._mark(name, fault=NO_PLACE, unplaced_since=self.now)
 
     def start_workers(self) -> None:
         """Those that have had their place for long enough become ready."""
@@ -240,6 +266,7 @@ class Simulation:
                 revision=labels[REVISION_LABEL],
                 scheduled=False,
                 created=self.now,
+                needs=ONE_PLACE,
             )
             self.workers[name] = Worker(pod)
         alive.sort(key=lambda pod: (pod.scheduled, pod.ready, not pod.condemned, -pod.created))

@@ -116,6 +116,14 @@ async def test_pods_of_either_address_family_are_asked() -> None:
     assert fleet == Fleet({"w": WorkerLoad(0, 0, draining=False)}, {"r": {"w": "ready"}})
 
 
+async def test_routers_alone_say_whom_they_see() -> None:
+    view = [{"worker_id": "w", "state": "ready"}]
+    async with served("/workers", view) as http, asking(http=http) as workers:
+        silent = replace(ROUTER, name="silent", address="127.0.0.2")
+        gone = replace(ROUTER, name="gone", terminating=True)
+        assert await workers.views([WORKER, ROUTER, silent, gone]) == {"r": {"w": "ready"}}
+
+
 async def test_metrics_of_ready_pods_are_scraped() -> None:
     async with local_worker() as worker:
         metrics = generate_latest(worker.server.metrics.registry)

@@ -41,6 +41,9 @@ class Scripted:
     async def observe(self, pods: Sequence[Pod]) -> Fleet:
         raise AssertionError(f"an autoscaler reads metrics alone, but asked {pods}")
 
+    async def views(self, pods: Sequence[Pod]) -> dict[str, dict[str, str]]:
+        raise AssertionError(f"an autoscaler reads metrics alone, but asked {pods}")
+
     async def drain(self, pod: Pod) -> None:
         raise AssertionError(f"an autoscaler drains nobody, but told {pod}")
 

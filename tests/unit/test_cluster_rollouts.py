@@ -21,21 +21,28 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from helpers.simulated_cluster import INSTALLATION, Simulation, Worker, service, takes_requests
+from helpers.simulated_cluster import (
+    INSTALLATION,
+    NO_PLACE,
+    ONE_PLACE,
+    Simulation,
+    Worker,
+    service,
+    takes_requests,
+)
 from kvasir.operator.cluster.drain import Drain
-from kvasir.operator.cluster.faults import Fault
 from kvasir.operator.cluster.names import WORKER_ROLES
 from kvasir.operator.cluster.objects import worker_revision
 from kvasir.operator.cluster.observed import Deployment, Observed, Pod, Pool
-from kvasir.operator.cluster.plan import Plan, needs_fleet, next_step
+from kvasir.operator.cluster.plan import Plan, needs_fleet
 from kvasir.operator.cluster.rollout import rollout
 from kvasir.operator.workerpool import WorkerRole
 
-NO_PLACE = Fault("Unschedulable", "no place")
+LONG_AGO, NOW = 0.0, 100.0
 
 
 def worker(deployment: str, number: int, **changes: Any) -> Pod:
-    values: dict[str, Any] = {"ready": True} | changes
+    values: dict[str, Any] = {"ready": True, "needs": ONE_PLACE} | changes
     return Pod(f"{deployment}-{number}", "decode", deployment, **values)
 
 
@@ -44,7 +51,8 @@ def workers(deployment: str, count: int, **changes: Any) -> list[Pod]:
 
 
 def homeless(count: int) -> list[Pod]:
-    return workers("new", count, ready=False, scheduled=False, fault=NO_PLACE)
+    unplaced = {"fault": NO_PLACE, "unplaced_since": LONG_AGO}
+    return workers("new", count, ready=False, scheduled=False, **unplaced)
 
 
 def given(
@@ -60,7 +68,8 @@ def given(
         pods=pods,
         pools=(Pool("decode", wanted, None, minimum),),
     )
-    found = rollout({"prefill": "p", "decode": "new"}, {"prefill": 1, "decode": wanted}, observed)
+    newest: dict[WorkerRole, str] = {"prefill": "p", "decode": "new"}
+    found = rollout(newest, {"prefill": 1, "decode": wanted}, observed, unplaced_before=NOW)
     return {name: found.targets[name] for name in replicas}, found.minimum
 
 
@@ -146,8 +155,7 @@ class Cluster(RuleBasedStateMachine):
         return list(after.objects.items())
 
     def observe_and_plan(self) -> Plan:
-        simulation = self.simulation
-        return next_step(simulation.spec, INSTALLATION, simulation.observed(), simulation.now)
+        return self.simulation.plan()
 
     def act(self, plan: Plan, effects: int | None) -> None:
         """What the operator does; it ends after so many effects (None: it does not)."""

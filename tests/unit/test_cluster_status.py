@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from helpers.simulated_cluster import INSTALLATION, Simulation, service
+from helpers.simulated_cluster import (
+    ACCOUNT_OBJECTS,
+    INSTALLATION,
+    Simulation,
+    router_revision,
+    service,
+)
 from kvasir.operator.cluster.faults import Fault
 from kvasir.operator.cluster.names import WORKER_ROLES
 from kvasir.operator.cluster.observed import Deployment, Observed, Pod, Pool
@@ -18,6 +24,7 @@ from kvasir.operator.cluster.status import (
     service_status,
     transitions,
 )
+from kvasir.operator.modelservice import ModelService
 from kvasir.operator.resource_status import ModelServiceStatus, dump
 
 NOW = 1_800_000_000.0
@@ -32,11 +39,21 @@ def names() -> dict[str, str]:
 
 
 DEPLOYMENTS = names()
+NEWEST = "newest"
+"""Of routers: what the spec of the test asks for."""
 
 
 def pod(role: str, number: int = 0, **changes: Any) -> Pod:
-    values: dict[str, Any] = {"ready": True, "deployment": DEPLOYMENTS[role]} | changes
+    own = {"deployment": DEPLOYMENTS[role], "pod_revision": NEWEST}
+    values: dict[str, Any] = {"ready": True, **own} | changes
     return Pod(name=f"s-{role}-{number}", role=role, **values)
+
+
+def current(pods: tuple[Pod, ...], wanted: ModelService) -> tuple[Pod, ...]:
+    newest = router_revision(wanted)
+    return tuple(
+        replace(each, pod_revision=newest) if each.pod_revision == NEWEST else each for each in pods
+    )
 
 
 def status(
@@ -45,12 +62,15 @@ def status(
     stored: dict[str, Any] | None = None,
     refused: Fault | None = None,
     deployments: tuple[Deployment, ...] = (),
+    pools: tuple[Pool, ...] = (),
 ) -> ModelServiceStatus:
     own = tuple(
         Deployment(name, role, replicas=1) for role, name in DEPLOYMENTS.items() if role != "router"
     )
-    observed = Observed({}, deployments=(*own, *deployments), pods=pods)
     wanted = service(**(spec or {}))
+    observed = Observed(
+        ACCOUNT_OBJECTS, deployments=(*own, *deployments), pods=current(pods, wanted), pools=pools
+    )
     plan = next_step(wanted, INSTALLATION, observed, NOW)
     return service_status(wanted, observed, plan, replace(SEEN, stored=stored or {}), refused)
 
@@ -164,7 +184,9 @@ def asleep_or_starting(*pods: Pod, wanted: dict[str, int], **spec: Any) -> Model
     deployments = tuple(
         Deployment(DEPLOYMENTS[role], role, replicas=wanted[role]) for role in WORKER_ROLES
     )
-    observed = Observed({}, deployments=deployments, pods=pods, pools=pools)
+    observed = Observed(
+        ACCOUNT_OBJECTS, deployments=deployments, pods=current(pods, scaled), pools=pools
+    )
     plan = next_step(scaled, INSTALLATION, observed, NOW)
     return service_status(scaled, observed, plan, SEEN)
 
@@ -240,6 +262,45 @@ def test_what_the_api_server_refuses_is_told() -> None:
     assert message(told, "Degraded") == "Deployment s-decode-x: exceeded quota"
 
 
+def test_a_router_of_an_old_revision_is_on_its_way() -> None:
+    old = pod("router", pod_revision="old")
+    told = status(old, pod("router", 1, ready=False, fault=NO_PLACE), *ALL[1:])
+    assert reasons(told)["Progressing"] == ("True", "RollingOut")
+    assert message(told, "Progressing") == (
+        "1 router is of an old revision; 0 of 1 router pods are ready."
+    )
+    assert reasons(told)["Ready"] == ("False", "Unschedulable")
+    assert reasons(told)["Available"] == ("True", "Serving")
+    router = told.roles.router
+    assert (router.replicas, router.ready_replicas, router.updated_replicas) == (2, 1, 1)
+
+
+def test_a_pool_that_somebody_scaled_is_told() -> None:
+    pools = Pool("prefill", 1, "1"), Pool("decode", 2, "1")
+    told = status(*ALL, pod("decode", 1), pools=pools)
+    more = " Decode has 2 replicas by its WorkerPool; the spec says 1."
+    assert message(told, "Ready") == f"All pods of the newest spec are ready.{more}"
+    assert message(told, "Progressing").endswith(more)
+    assert "WorkerPool" not in message(status(*ALL), "Ready")
+
+
+def test_of_several_faults_the_same_one_is_told_in_any_order() -> None:
+    killed = Fault("OutOfMemory", "too little")
+    pods = [
+        pod("prefill", 7, ready=False, fault=CRASHED),
+        pod("decode", 8, ready=False, fault=killed),
+        pod("decode", 9, ready=False, fault=CRASHED),
+    ]
+    first = status(*pods)
+    assert message(first, "Degraded") == "Pod s-decode-8: too little"
+    assert message(status(*reversed(pods)), "Degraded") == message(first, "Degraded")
+
+
+def test_a_worker_that_drains_hinders_nothing() -> None:
+    leaving = pod("decode", 1, ready=False, draining_since=NOW - 9, fault=CRASHED)
+    assert reasons(status(*ALL, leaving))["Degraded"] == FINE
+
+
 def test_roles_and_url() -> None:
     old = pod("decode", 1, deployment="s-decode-old", draining_since=NOW - 9)
     told = status(*ALL, old, pod("decode", 2, ready=False))
@@ -288,7 +349,11 @@ def test_a_rollout_without_room_says_so() -> None:
         simulation.step()
     simulation.spec = service(engine={"blockSize": 32})
     told = []
-    for _ in range(4):
+    for _ in range(8):
         plan = simulation.step()
         told.append(service_status(simulation.spec, simulation.observed(), plan, SEEN))
-    assert ("True", "DrainFirst") in [reasons(each)["Progressing"] for each in told]
+    said = [(reasons(each)["Progressing"][1], message(each, "Progressing")) for each in told]
+    in_order = list(dict.fromkeys(reason for reason, _ in said))
+    assert in_order[:3] == ["RollingOut", "WaitingForRoom", "DrainFirst"]
+    down = "the service is down until a new prefill and decode worker is ready"
+    assert all(down in text for reason, text in said if reason == "WaitingForRoom")

@@ -187,7 +187,7 @@ def test_a_worker_is_its_leader_with_the_troubles_of_all() -> None:
 
 def test_a_set_is_observed_like_a_deployment() -> None:
     made = deployment(a_service(decode=role(tensor=16)))
-    (seen,) = observe([made], made["metadata"]["labels"]["kvasir.dev/modelservice"]).of("decode")
+    (seen,) = observe([made], made["metadata"]["ownerReferences"][0]["uid"]).of("decode")
     assert (seen.name, seen.replicas, seen.ordered) == (made["metadata"]["name"], 2, True)
 
 

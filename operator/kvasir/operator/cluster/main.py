@@ -30,6 +30,7 @@ from kvasir.operator.cluster.lease import Lease, LeaseLostError, lead
 from kvasir.operator.cluster.objects import Installation
 from kvasir.operator.cluster.queue import Queue
 from kvasir.operator.cluster.reconcile import Reconciler
+from kvasir.operator.cluster.rollout import PATIENCE
 from kvasir.operator.cluster.watches import ACCOUNT, Watches
 from kvasir.operator.cluster.watching import WatchingEndedError, watch
 from kvasir.operator.cluster.workers import PodWorkers, Workers
@@ -59,6 +60,8 @@ class Options:
     host: str = EVERY_ADDRESS
     port: int = 8080
     """Of /healthz, /readyz and /metrics."""
+    room_patience: float = PATIENCE
+    """Seconds without a place after which a new worker gets that of an old one."""
 
 
 def main() -> int:
@@ -92,6 +95,14 @@ def parse(arguments: Sequence[str]) -> Options:
     add("--lease-namespace", help="where the leader's Lease is; default: the operator's own")
     add("--lease-name", default="kvasir-operator", help="its name (%(default)s)")
     add("--lease-seconds", type=float, default=15.0, help="a leader silent for so long is replaced")
+    add(
+        "--room-patience",
+        type=float,
+        default=PATIENCE,
+        metavar="SECONDS",
+        help="how long new workers may find no place before old ones give them theirs "
+        "(%(default)g); more than it takes to add a node, where nodes are added on demand",
+    )
     found = parser.parse_args(arguments)
     own = _own_namespace()
     lease_namespace = found.lease_namespace or own
@@ -106,6 +117,7 @@ def parse(arguments: Sequence[str]) -> Options:
         namespaces=tuple(found.namespace),
         host=found.host,
         port=found.port,
+        room_patience=found.room_patience,
     )
 
 
@@ -145,7 +157,9 @@ async def _work(options: Options, workers: Workers) -> None:
     leading = Gauge("kvasir_operator_leader", "1 if this operator acts", registry=metrics)
     async with Cluster(await _api(), metrics) as cluster:
         health = _Health(cluster, options)
-        reconciler = Reconciler(cluster, workers, options.installation, metrics)
+        reconciler = Reconciler(
+            cluster, workers, options.installation, metrics, patience=options.room_patience
+        )
 
         async def keep() -> None:
             leading.set(1)

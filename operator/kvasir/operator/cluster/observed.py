@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from kvasir.operator.cluster import names
-from kvasir.operator.cluster.faults import Fault, condition, pod_fault
+from kvasir.operator.cluster.faults import Fault, condition, pod_fault, unplaced_since
 from kvasir.operator.cluster.names import (
     COMPONENT_LABEL,
     GROUP,
@@ -22,6 +22,7 @@ from kvasir.operator.cluster.names import (
     SERVICE_LABEL,
     WORKER_ROLES,
 )
+from kvasir.operator.cluster.places import Needs, largest, needs
 from kvasir.operator.workerpool import WorkerRole
 
 Object = Mapping[str, Any]
@@ -68,6 +69,11 @@ class Pod:
     condemned: bool = False
     """Whether its deletion cost makes it the next one to go."""
     fault: Fault | None = None
+    unplaced_since: float | None = None
+    """Since when the scheduler finds no place for it; ``fault`` has its words."""
+    needs: Needs = field(default_factory=Needs)
+    """Of the largest of its pods, in each resource."""
+    pod_revision: str = ""
     ordinal: int = 0
     """Its place in a LeaderWorkerSet."""
 
@@ -248,18 +254,24 @@ def _workers_and_routers(items: Iterable[Object]) -> Iterator[Pod]:
     for item in leading:
         key = _labels(item).get(GROUP_KEY_LABEL, "")
         pod, rest = _pod(item), followers.get(key, []) if key else []
-        faults = (each.fault for each in (pod, *rest) if each.fault and not each.terminating)
+        troubled = next(
+            (each for each in (pod, *rest) if each.fault and not each.terminating), None
+        )
         yield replace(
             pod,
             ready=all(each.ready for each in (pod, *rest)),
             scheduled=all(each.scheduled for each in (pod, *rest)),
-            fault=next(faults, None),
+            fault=troubled.fault if troubled else None,
+            unplaced_since=troubled.unplaced_since if troubled else None,
+            needs=replace(
+                pod.needs, requests=largest(each.needs.requests for each in (pod, *rest))
+            ),
         )
 
 
 def _pod(item: Object) -> Pod:
     metadata, status = item["metadata"], item.get("status", {})
-    since = _annotations(item).get(DRAINING_SINCE)
+    since, unplaced = _annotations(item).get(DRAINING_SINCE), unplaced_since(item)
     over = status.get("phase") in ("Succeeded", "Failed")
     return Pod(
         name=metadata["name"],
@@ -274,6 +286,9 @@ def _pod(item: Object) -> Pod:
         draining_since=_draining_since(since),
         condemned=_annotations(item).get(DELETION_COST, "0").startswith("-"),
         fault=pod_fault(item),
+        unplaced_since=None if unplaced is None else seconds(unplaced),
+        needs=needs(item),
+        pod_revision=_labels(item).get(POD_REVISION_LABEL, ""),
         ordinal=_number(_labels(item).get(GROUP_INDEX_LABEL, "")),
     )
 

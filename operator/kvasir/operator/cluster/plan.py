@@ -27,7 +27,7 @@ from kvasir.operator.cluster.observed import (
     Reference,
     reference,
 )
-from kvasir.operator.cluster.rollout import Rollout, rollout, takes_requests
+from kvasir.operator.cluster.rollout import PATIENCE, Rollout, rollout, takes_requests
 from kvasir.operator.modelservice import ModelService, Role
 from kvasir.operator.workerpool import WorkerRole
 
@@ -69,6 +69,12 @@ class Plan:
     delete: tuple[Reference, ...] = ()
     progress: Mapping[str, Progress] = field(default_factory=dict)
     drain_first: bool = False
+    awaits_room: bool = False
+    """Whether old workers go first unless there is room soon."""
+    interrupted: tuple[WorkerRole, ...] = ()
+    """Roles that then have no worker until a new one is ready."""
+    router_revision: str = ""
+    """The newest one, of the routers' pods."""
 
     @property
     def undecided(self) -> bool:
@@ -87,7 +93,11 @@ def needs_fleet(service: ModelService, installation: Installation, observed: Obs
 
 
 def next_step(
-    service: ModelService, installation: Installation, observed: Observed, now: float
+    service: ModelService,
+    installation: Installation,
+    observed: Observed,
+    now: float,
+    patience: float = PATIENCE,
 ) -> Plan:
     """What to do now.
 
@@ -96,12 +106,14 @@ def next_step(
         installation: what is the same for all services.
         observed: what there is; with the fleet if ``needs_fleet``.
         now: seconds since the Unix epoch.
+        patience: seconds without a place after which a new worker gets that of an old one.
     """
     newest = {
         role: objects.worker_revision(service, role, installation) for role in names.WORKER_ROLES
     }
     wanted = {role: wanted_replicas(service, role, observed) for role in names.WORKER_ROLES}
-    course = rollout({role: newest[role].name for role in newest}, wanted, observed)
+    newest_names = {role: newest[role].name for role in newest}
+    course = rollout(newest_names, wanted, observed, unplaced_before=now - patience)
     drains = Drain()
     sizes: dict[str, int] = {}
     for deployment in observed.workers:
@@ -118,7 +130,7 @@ def next_step(
         *_workers(newest.values(), wanted, sizes),
         *(_pool(service, role, wanted[role], course, observed) for role in newest),
     )
-    names_now = {revision.name for revision in newest.values()}
+    names_now = newest_names.values()
     old_sizes = {name: size for name, size in sizes.items() if name not in names_now}
     return Plan(
         apply=apply,
@@ -127,6 +139,9 @@ def next_step(
         delete=tuple(_unwanted((*apply, routers), observed, old_sizes)),
         progress={role: _progress(newest[role], wanted[role], observed) for role in newest},
         drain_first=course.drain_first,
+        awaits_room=course.awaits_room,
+        interrupted=course.interrupted,
+        router_revision=routers["spec"]["template"]["metadata"]["labels"][names.POD_REVISION_LABEL],
     )
 
 

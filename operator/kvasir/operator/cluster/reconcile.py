@@ -33,6 +33,7 @@ from kvasir.operator.cluster.plan import needs_fleet, next_step
 from kvasir.operator.cluster.queue import Key, StepError
 from kvasir.operator.cluster.reach import WORKERS_NOT_REACHED
 from kvasir.operator.cluster.refusals import refusal
+from kvasir.operator.cluster.rollout import PATIENCE
 from kvasir.operator.cluster.telling import Subject, Teller
 from kvasir.operator.cluster.workers import Workers
 from kvasir.operator.manifest import problems_of
@@ -74,12 +75,14 @@ class Reconciler:
         installation: Installation,
         registry: CollectorRegistry,
         clock: Callable[[], float] = time.time,
+        patience: float = PATIENCE,
     ) -> None:
-        """``clock``: seconds since the Unix epoch."""
+        """``clock``: seconds since the Unix epoch. ``patience``: as in ``next_step``."""
         self._cluster = cluster
         self._workers = workers
         self._installation = installation
         self._clock = clock
+        self._patience = patience
         self._teller = Teller(cluster, clock)
         self._act = Actor(cluster, workers, self._teller, clock)
         self._autoscaler = Autoscaler(workers, clock)
@@ -120,7 +123,8 @@ class Reconciler:
             await self._teller.refuse(subject, "Unsupported", refused.problems)
             return RESYNC
         observed = await self._observe(key, spec)
-        plan = next_step(spec, self._installation, observed, self._clock())
+        now = self._clock()
+        plan = next_step(spec, self._installation, observed, now, self._patience)
         fault = await self._act(subject, plan, observed)
         decision = await self._autoscale(subject, spec, observed)
         told = status.service_status(spec, observed, plan, subject.seen(self._clock()), fault)

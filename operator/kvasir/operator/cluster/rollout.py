@@ -3,19 +3,28 @@
 - Old workers stay until the new revision is complete: all its workers are ready, in both roles, and
   every router uses them. Of several old Deployments of a role, the most useful one is kept, and of
   the others what it takes to serve.
-- DrainFirst: new workers that find no place get that of old ones, no more than they need. They get
-  it a few at a time: of the workers that a role had, as many as ``_slack`` says may be missing.
+- DrainFirst: new workers that find no place get that of old ones, no more than they need, and only
+  where it would do for them (places.py) and there was none for PATIENCE. They get it a few at a
+  time: of the workers that a role had, as many as ``_slack`` says may be missing. A role's only
+  worker may be, so that its service is down until the new one is ready; ``interrupted`` says so.
 - How many have to serve is written on the WorkerPool (annotation ROLLOUT_MINIMUM). While a place is
   free and the scheduler has not used it yet, nothing else tells that it was given already.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvasir.operator.cluster import names
 from kvasir.operator.cluster.drain import in_order
 from kvasir.operator.cluster.observed import Deployment, Observed, Pod
+from kvasir.operator.cluster.places import Needs, would_fit
 from kvasir.operator.workerpool import WorkerRole
+
+PATIENCE = 30.0
+"""Seconds without a place after which a new worker gets that of an old one. A place that is free in
+a moment is no reason to take a worker away: pods end, and schedulers try again. Where nodes are
+added on demand, it takes minutes, which the operator is to be told (--room-patience)."""
 
 _SLACK_SHARE = 4
 """One in so many workers may be missing, as with the Deployments of Kubernetes."""
@@ -30,11 +39,18 @@ class Rollout:
 
     targets: Mapping[str, int]
     drain_first: bool = False
+    awaits_room: bool = False
+    """Whether old workers go first unless there is room soon."""
+    interrupted: tuple[WorkerRole, ...] = ()
+    """Roles that then have no worker until a new one is ready."""
     minimum: Mapping[WorkerRole, int] = field(default_factory=dict)
 
 
 def rollout(
-    newest: Mapping[WorkerRole, str], wanted: Mapping[WorkerRole, int], observed: Observed
+    newest: Mapping[WorkerRole, str],
+    wanted: Mapping[WorkerRole, int],
+    observed: Observed,
+    unplaced_before: float,
 ) -> Rollout:
     """What becomes of each Deployment of workers.
 
@@ -42,28 +58,38 @@ def rollout(
         newest: role to its Deployment of the newest revision.
         wanted: role to its number of workers.
         observed: what there is, with the fleet if there are old Deployments.
+        unplaced_before: a worker without a place since then gets that of an old one; seconds since
+            the Unix epoch.
     """
     targets = dict.fromkeys((each.name for each in observed.workers), 0)
     targets |= {name: wanted[role] for role, name in newest.items()}
     if all(_complete(role, newest[role], wanted[role], observed) for role in newest):
         return Rollout(targets)
     roles = [_Role(role, newest[role], wanted[role], observed) for role in newest]
-    for role in roles:
+    helped = [role.helped_by(roles) for role in roles]
+    for role, pods in zip(roles, helped, strict=True):
+        role.homeless = [pod for pod in pods if _since(pod) <= unplaced_before]
         role.give_up_others()
     for role in roles:
-        role.give_places(role.lacking)
+        role.give_places(role.lacking(role))
         # Where a role has too few old workers for its new ones, those of the other one give their
         # places, if new ones already do their work.
-        beyond = max(0, role.lacking - role.staying)
         for other in roles:
             if other is not role and other.started:
-                other.give_places(other.lacking + beyond)
+                beyond = max(0, role.lacking(other) - role.staying)
+                other.give_places(other.lacking(other) + beyond)
     for role in roles:
         targets |= role.targets
-    serving_old = any(role.old for role in roles)
+    drain_first = any(role.homeless for role in roles)
     return Rollout(
         targets,
-        drain_first=serving_old and any(role.homeless for role in roles),
+        drain_first=drain_first,
+        awaits_room=any(helped) and not drain_first,
+        interrupted=tuple(
+            role.name
+            for role, pods in zip(roles, helped, strict=True)
+            if pods and not role.minimum and not role.started
+        ),
         minimum={role.name: role.minimum for role in roles if role.old and role.tight},
     )
 
@@ -101,12 +127,19 @@ class _Role:
         pods = observed.pods_of(name)
         new = observed.pods_of(name, newest)
         self.started = takes_requests(new) > 0
-        self.homeless = sum(map(_finds_no_place, new))
+        self.homeless: Sequence[Pod] = ()
+        """New workers that get the places of old ones."""
+        self._unplaced = [p for p in new if p.unplaced_since is not None and not p.terminating]
+        self._places = [
+            pod.needs
+            for pod in pods
+            if pod.deployment != newest and pod.scheduled and not pod.terminating
+        ]
+        """Of old workers."""
         pool = observed.pool(name)
-        before = pool.minimum if pool is not None else 0
-        self.tight = self.homeless > 0 or before > 0
-        """Whether there are, or were in this rollout, new workers without a place."""
-        self.minimum = _minimum(wanted, sum(p.ready and not p.terminating for p in pods), before)
+        self._before = pool.minimum if pool is not None else 0
+        present = sum(pod.ready and not pod.terminating for pod in pods)
+        self.minimum = _minimum(wanted, present, self._before)
         self.old = sorted(
             (each for each in observed.of(name) if each.name != newest),
             key=lambda each: _worth(each, observed),
@@ -123,9 +156,19 @@ class _Role:
         self._spare = takes_requests((*staying, *new)) - self.minimum
 
     @property
-    def lacking(self) -> int:
-        """Places that new workers need, but for those that others leave anyway."""
-        return self.homeless - self._leaving
+    def tight(self) -> bool:
+        """Whether there are, or were in this rollout, new workers without a place."""
+        return bool(self.homeless) or self._before > 0
+
+    def helped_by(self, roles: Iterable["_Role"]) -> list[Pod]:
+        """New workers without a place, for which that of an old worker of the roles would do."""
+        places = [place for role in roles for place in role._places]
+        return [pod for pod in self._unplaced if any(_fits(pod, place) for place in places)]
+
+    def lacking(self, giver: "_Role") -> int:
+        """Places of another role, or its own, that new workers need, but for those free anyway."""
+        helped = sum(any(_fits(pod, place) for place in giver._places) for pod in self.homeless)
+        return helped - self._leaving
 
     @property
     def staying(self) -> int:
@@ -174,8 +217,12 @@ def _slack(workers: int) -> int:
     return max(1, workers // _SLACK_SHARE)
 
 
-def _finds_no_place(pod: Pod) -> bool:
-    return pod.fault is not None and pod.fault.reason == "Unschedulable" and not pod.terminating
+def _fits(pod: Pod, place: Needs) -> bool:
+    return pod.fault is not None and would_fit(pod.fault.message, pod.needs, place)
+
+
+def _since(pod: Pod) -> float:
+    return math.inf if pod.unplaced_since is None else pod.unplaced_since
 
 
 def _worth(deployment: Deployment, observed: Observed) -> tuple[int, int, str, int, str]:

@@ -24,6 +24,13 @@ from kvasir.operator.cluster import names
 from kvasir.operator.cluster.faults import Fault
 from kvasir.operator.cluster.observed import Object, Observed, Pod
 from kvasir.operator.cluster.plan import Plan
+from kvasir.operator.cluster.progress import (
+    Verdict,
+    is_newest,
+    needed,
+    progressing_verdict,
+    scaled_by_hand,
+)
 from kvasir.operator.cluster.reach import WORKERS_NOT_REACHED, unreached
 from kvasir.operator.modelservice import ModelService, Role
 from kvasir.operator.refusal import in_terms_of_the_spec
@@ -40,7 +47,6 @@ from kvasir.operator.workerpool import WorkerRole
 _LONGEST_MESSAGE = 1024
 _ROLES: tuple[names.Role, ...] = ("prefill", "decode", "router")
 
-Status = Literal["True", "False"]
 Kind = Literal["Ready", "Available", "Progressing", "Degraded"]
 
 
@@ -64,23 +70,16 @@ class Seen:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    status: Status
-    reason: str
-    message: str
-
-
 def service_status(
     service: ModelService, observed: Observed, plan: Plan, seen: Seen, refused: Fault | None = None
 ) -> ModelServiceStatus:
     """The status after a step. ``refused``: what the API server said against an object."""
-    roles = Roles(**{role: _role(role, service, observed, plan) for role in _ROLES})
+    roles = Roles(**{role: _role(role, observed, plan) for role in _ROLES})
     degraded = _degraded(observed, refused)
-    progressing = _progressing(service, roles, observed, plan)
+    progressing = progressing_verdict(service, roles, observed, plan)
     available = _available(service, observed, plan, degraded)
-    verdicts: dict[Kind, _Verdict] = {
-        "Ready": _ready(available, progressing, degraded),
+    verdicts: dict[Kind, Verdict] = {
+        "Ready": _ready(available, progressing, degraded, scaled_by_hand(service, plan)),
         "Available": available,
         "Progressing": progressing,
         "Degraded": degraded,
@@ -96,7 +95,7 @@ def service_status(
 
 def refused_status(reason: str, problems: Sequence[str], seen: Seen) -> ModelServiceStatus:
     """The status of a spec that cannot be honored; what runs is left alone."""
-    verdict = _Verdict("False", reason, _short("; ".join(problems)))
+    verdict = Verdict("False", reason, _short("; ".join(problems)))
     return ModelServiceStatus(
         observed_generation=seen.generation,
         conditions=[_condition("Ready", verdict, seen)],
@@ -145,21 +144,28 @@ def transitions(stored: Object, status: ModelServiceStatus) -> Iterator[Event]:
 
 
 _ON_THE_WAY = frozenset(
-    {"Starting", "StartingFromZero", "Scaling", "RollingOut", "Draining", WORKERS_NOT_REACHED}
+    {
+        "Starting",
+        "StartingFromZero",
+        "Scaling",
+        "RollingOut",
+        "WaitingForRoom",
+        "Draining",
+        WORKERS_NOT_REACHED,
+    }
 )
 
 
 # --- roles ------------------------------------------------------------------------------------
 
 
-def _role(role: names.Role, service: ModelService, observed: Observed, plan: Plan) -> RoleStatus:
+def _role(role: names.Role, observed: Observed, plan: Plan) -> RoleStatus:
     alive = [pod for pod in observed.pods_of(role) if not pod.terminating]
     progress = plan.progress.get(role)
-    newest = progress.deployment if progress else names.router(service.name)
     return RoleStatus(
         replicas=len(alive),
         ready_replicas=sum(_takes_requests(pod) for pod in alive),
-        updated_replicas=sum(pod.deployment == newest for pod in alive),
+        updated_replicas=sum(is_newest(pod, plan) for pod in alive),
         draining_replicas=sum(pod.draining_since is not None for pod in alive),
         revision=progress.revision if progress else None,
     )
@@ -172,9 +178,9 @@ def _takes_requests(pod: Pod) -> bool:
 # --- conditions -------------------------------------------------------------------------------
 
 
-def _degraded(observed: Observed, refused: Fault | None) -> _Verdict:
+def _degraded(observed: Observed, refused: Fault | None) -> Verdict:
     if refused is not None:
-        return _Verdict("True", refused.reason, _short(refused.message))
+        return Verdict("True", refused.reason, _short(refused.message))
     faults = [
         (f"Deployment {each.name}", each.fault)
         for each in observed.deployments
@@ -183,17 +189,21 @@ def _degraded(observed: Observed, refused: Fault | None) -> _Verdict:
     faults += [
         (f"Pod {pod.name}", pod.fault)
         for pod in observed.pods
-        if pod.fault is not None and not pod.terminating and not pod.ready
+        # What drains goes anyway; and it may be unready since it drains.
+        if pod.fault is not None
+        and not pod.terminating
+        and not pod.ready
+        and pod.draining_since is None
     ]
     if not faults:
-        return _Verdict("False", "AsExpected", "Nothing hinders what the spec wants.")
+        return Verdict("False", "AsExpected", "Nothing hinders what the spec wants.")
     where, fault = min(faults, key=lambda each: (_RANKS.get(each[1].reason, 9), each[0]))
     same = sum(other.reason == fault.reason for _, other in faults)
     more = f" (and {same - 1} more)" if same > 1 else ""
     words = fault.message
     if fault.reason == "ConfigurationRefused":
         words = in_terms_of_the_spec(words.splitlines()[-1] if words else "exit code 2")
-    return _Verdict("True", fault.reason, _short(f"{where}{more}: {words}"))
+    return Verdict("True", fault.reason, _short(f"{where}{more}: {words}"))
 
 
 _RANKS = {
@@ -202,32 +212,32 @@ _RANKS = {
     "PodsRefused": 2,
     "ContainerNotCreated": 3,
     "Unschedulable": 4,
+    "OutOfMemory": 5,
+    "CrashLooping": 6,
 }
-"""Which fault is named first: what only a change of the spec mends."""
+"""Which fault is named first: what only a change of the spec mends. Any fixed order would do for
+what is told to stay the same while the faults do."""
 
 
-def _available(
-    service: ModelService, observed: Observed, plan: Plan, degraded: _Verdict
-) -> _Verdict:
-    needed: list[names.Role] = ["router", "decode"]
-    if service.spec.disaggregation.mode == "always":
-        needed.append("prefill")
-    lacking = [role for role in needed if not any(map(_takes_requests, observed.pods_of(role)))]
+def _available(service: ModelService, observed: Observed, plan: Plan, degraded: Verdict) -> Verdict:
+    lacking = [
+        role for role in needed(service) if not any(map(_takes_requests, observed.pods_of(role)))
+    ]
     from_zero = _from_zero(service)
     missing = [r for r in lacking if r not in from_zero or plan.progress[r].wanted > 0]
     if missing:
         text = f"No {' and no '.join(missing)} pod is ready."
         if degraded.status == "True":
-            return _Verdict("False", degraded.reason, _short(f"{text} {degraded.message}"))
+            return Verdict("False", degraded.reason, _short(f"{text} {degraded.message}"))
         if from_zero.issuperset(missing):
-            return _Verdict("False", "StartingFromZero", f"{text} {_HOLD}")
-        return _Verdict("False", "NotReady", text)
+            return Verdict("False", "StartingFromZero", f"{text} {_HOLD}")
+        return Verdict("False", "NotReady", text)
     if "decode" in lacking:
         text = f"No decode pod runs since no request came; one starts for the next. {_HOLD}"
-        return _Verdict("True", "ScaledToZero", text)
-    if text := unreached([role for role in needed if role not in lacking], observed):
-        return _Verdict("False", WORKERS_NOT_REACHED, text)
-    return _Verdict("True", "Serving", "Requests are answered.")
+        return Verdict("True", "ScaledToZero", text)
+    if text := unreached([role for role in needed(service) if role not in lacking], observed):
+        return Verdict("False", WORKERS_NOT_REACHED, text)
+    return Verdict("True", "Serving", "Requests are answered.")
 
 
 _HOLD = "Routers hold requests until one is ready."
@@ -243,44 +253,19 @@ def _from_zero(service: ModelService) -> frozenset[names.Role]:
     )
 
 
-def _progressing(service: ModelService, roles: Roles, observed: Observed, plan: Plan) -> _Verdict:
-    old = sum(progress.old for progress in plan.progress.values())
-    lacking = [
-        f"{progress.ready} of {progress.wanted} {role}"
-        for role, progress in plan.progress.items()
-        if progress.ready < progress.wanted
-    ]
-    routers = service.spec.router.initial_replicas
-    ready = roles.router.ready_replicas
-    if ready < routers:
-        lacking.append(f"{ready} of {routers} router")
-    counts = f"{', '.join(lacking)} pods are ready" if lacking else "all new pods are ready"
-    if plan.drain_first:
-        text = f"No place for new workers beside the old ones, so old ones go first: {counts}."
-        return _Verdict("True", "DrainFirst", text)
-    if old:
-        return _Verdict("True", "RollingOut", f"{old} workers are of an old revision; {counts}.")
-    if lacking:
-        started = any(pod.ready for pod in observed.pods)
-        return _Verdict("True", "Scaling" if started else "Starting", f"Only {counts}.")
-    if draining := sum(progress.draining for progress in plan.progress.values()):
-        return _Verdict("True", "Draining", f"{draining} workers finish their requests and go.")
-    return _Verdict("False", "Complete", "Everything is as the spec wants it.")
-
-
-def _ready(available: _Verdict, progressing: _Verdict, degraded: _Verdict) -> _Verdict:
+def _ready(available: Verdict, progressing: Verdict, degraded: Verdict, scaled: str) -> Verdict:
     if degraded.status == "True":
-        return _Verdict("False", degraded.reason, degraded.message)
+        return Verdict("False", degraded.reason, degraded.message)
     if progressing.status == "True" and progressing.reason != "Draining":
-        return _Verdict("False", progressing.reason, progressing.message)
+        return Verdict("False", progressing.reason, progressing.message)
     if available.status == "False":
         return available
     if available.reason == "ScaledToZero":
         return available
-    return _Verdict("True", "AllReady", "All pods of the newest spec are ready.")
+    return Verdict("True", "AllReady", f"All pods of the newest spec are ready.{scaled}")
 
 
-def _condition(kind: Kind, verdict: _Verdict, seen: Seen) -> Condition:
+def _condition(kind: Kind, verdict: Verdict, seen: Seen) -> Condition:
     before: Mapping[str, Any] = next(
         (each for each in seen.stored.get("conditions") or () if each["type"] == kind), {}
     )
