@@ -137,10 +137,10 @@ class Reconciler:
         await self._teller.tell_pools(subject, told, observed)
         if plan.undecided:
             return _SOON
-        if any(each.reason == WORKERS_NOT_REACHED for each in told.conditions):
-            return _SOON
         if fault is not None:
             return _RETRY
+        if any(each.reason == WORKERS_NOT_REACHED for each in told.conditions):
+            return _SOON
         scaled = spec.spec.prefill.scaling or spec.spec.decode.scaling
         return PERIOD if scaled else RESYNC
 
