@@ -24,7 +24,7 @@ _RECONNECT_SECONDS = 0.2
 _LEASE_SECONDS = 40
 _LEASE_RENEWALS = 5.0
 _WATCH_SECONDS = 20
-_CAPACITY = {"cpu": "64", "memory": "256Gi", "pods": "500", "ephemeral-storage": "1Ti"}
+_CAPACITY = {"cpu": "64", "memory": "800Gi", "pods": "500", "ephemeral-storage": "1Ti"}
 
 
 class FakeNode:
