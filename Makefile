@@ -13,7 +13,7 @@ ifneq ($(shell $(BIN)/python -c 'print("runs")' 2>/dev/null),runs)
 .PHONY: $(INSTALLED)
 endif
 
-.PHONY: help setup up test test-unit test-integration test-e2e cluster cluster-binaries check format protos crds images lock clean
+.PHONY: help setup up test test-unit test-integration test-processes test-operator test-e2e cluster cluster-binaries check format protos crds images lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,8 +32,17 @@ test: test-unit test-integration test-e2e ## Run every test that needs no GPU
 test-unit: $(INSTALLED) ## Run the pure tests: seconds
 	@$(BIN)/python -m pytest tests/unit
 
+# Those of the operator wait most of the time, for windows and deadlines: beside the others they cost little.
+OPERATOR_TESTS := $(wildcard tests/integration/test_operator*.py)
+
 test-integration: $(INSTALLED) ## Run the tests with real processes on loopback
-	@$(BIN)/python -m pytest tests/integration
+	@$(MAKE) --no-print-directory --jobs=2 test-processes test-operator
+
+test-processes: $(INSTALLED) # All of them but the operator's
+	@$(BIN)/python -m pytest tests/integration $(OPERATOR_TESTS:%=--ignore=%)
+
+test-operator: $(INSTALLED) # The operator's, against a real control plane
+	@$(BIN)/python -m pytest $(OPERATOR_TESTS)
 
 test-e2e: $(INSTALLED) ## Run the whole stack on the real model
 	@$(BIN)/python -m pytest tests/e2e
