@@ -6,8 +6,8 @@ namespace {
 constexpr int kVectors = kBlock / kLanes;  // to hold one block's sums
 
 template <int kRows, int kBlocks>
-void tile(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, int inputs, float* c,
-          ptrdiff_t c_stride) {
+void tile(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, const void* ahead, int inputs,
+          float* c, ptrdiff_t c_stride) {
   constexpr int kWidth = kBlocks * kVectors;
   Floats sums[kRows][kWidth];
 #pragma GCC unroll 16
@@ -15,6 +15,7 @@ void tile(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, 
 #pragma GCC unroll 8
     for (int j = 0; j < kWidth; j++) sums[row][j] = broadcast(0.0f);
   for (int k = 0; k < inputs; k += 2) {
+    _mm_prefetch(static_cast<const char*>(ahead) + k * kBlock * sizeof(bf16), _MM_HINT_T1);
     Pairs weights[kWidth];
 #pragma GCC unroll 8
     for (int j = 0; j < kWidth; j++)
@@ -65,7 +66,8 @@ void multiply(const bf16* a, ptrdiff_t a_stride, int rows, const bf16* w, ptrdif
     width = tiling.width(blocks - block);
     for (int row = 0, height; row < rows; row += height) {
       height = std::min(tiling.height, rows - row);
-      tile_function(height, width)(a + row * a_stride, a_stride, w + block * w_stride, w_stride, inputs,
+      const bf16* weights = w + block * w_stride;
+      tile_function(height, width)(a + row * a_stride, a_stride, weights, w_stride, weights, inputs,
                                    c + row * c_stride + block * kBlock, c_stride);
     }
   }

@@ -39,6 +39,12 @@ struct Matrix {
   // Whether it is multiplied with rounded rows; two planes of bytes keep bfloat16 as good as it was.
   bool rounds() const { return by_bytes() || kind == Kind::kInt8Activations; }
   int planes() const { return by_bytes() && kind == Kind::kInt8 ? 2 : 1; }
+  const std::byte* block(int index) const {
+    const ptrdiff_t bytes = kind == Kind::kInt4   ? ptrdiff_t{groups()} * kGroupBytes
+                            : kind == Kind::kBf16 ? ptrdiff_t{inputs} * kBlock * 2
+                                                  : ptrdiff_t{inputs} * kBlock;
+    return static_cast<const std::byte*>(weights) + index * bytes;
+  }
   int groups() const { return (inputs + kGroup - 1) / kGroup; }
 };
 
@@ -70,9 +76,9 @@ struct Tiling {
 };
 
 // C [rows, blocks * 16] of up to kTileRows[blocks] rows; blocks is 1, 2 or 4. W is packed bfloat16, `stride` elements
-// from one block to the next.
-using TileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, int inputs,
-                              float* c, ptrdiff_t c_stride);
+// from one block to the next. Meanwhile the block at `ahead` comes into the second-level cache.
+using TileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, const void* ahead,
+                              int inputs, float* c, ptrdiff_t c_stride);
 TileFunction tile_function(int rows, int blocks);
 
 // C [rows, blocks * 16], any positive number of either.
@@ -100,10 +106,10 @@ inline Range share(int count, int unit, int part, int parts) {
   return {at(part), at(part + 1)};
 }
 
-// Blocks [range.first, range.end) of all rows. `finish(row, block, count, values)` takes each row's sums of `count`
-// consecutive blocks, scaled and with bias; count is even where the range's bounds are.
+// `rows` of A, no more than fit in the second-level cache, times `blocks`. `finish(row, block, count, values)` takes
+// each row's sums of `count` consecutive blocks, scaled and with bias; count is even where the bounds of `blocks` are.
 template <class Finish>
-void multiply_packed(const Matrix& matrix, const Rows& a, int rows, Range range, const Finish& finish);
+void multiply_packed(const Matrix& matrix, const Rows& a, Range rows, Range blocks, const Finish& finish);
 
 }  // namespace kvasir
 

@@ -5,9 +5,6 @@
 
 namespace kvasir {
 
-// Rows that go through a block together: their A stays in the second-level cache.
-constexpr int kRowChunk = 96;
-
 // Scaled, and with bias, in place.
 inline void complete(const Matrix& matrix, int block, int count, float* values) {
   const int first = block * kBlock;
@@ -48,19 +45,19 @@ inline Blocks bf16_blocks(const Matrix& matrix, int first, int count) {
 
 // Sums of a tile's rows, times the rows' scales if they are rounded.
 inline void multiply_tile(const Matrix& matrix, const Rows& a, int row, int rows, const Blocks& widened,
-                          [[maybe_unused]] int block, int count, float* sums, ptrdiff_t stride) {
+                          [[maybe_unused]] int block, int count, const void* ahead, float* sums, ptrdiff_t stride) {
 #if defined(__AVX512VNNI__)
   if (matrix.by_bytes()) {
     const ptrdiff_t w_stride = ptrdiff_t{matrix.inputs} * kBlock;
     const auto* weights = static_cast<const int8_t*>(matrix.weights) + block * w_stride;
     byte_tile_function(rows, count, matrix.planes())(a.rounded + row * a.stride, a.stride, a.plane, a.scales + row,
-                                                     weights, w_stride, matrix.sums + block * kBlock, matrix.inputs,
-                                                     sums, stride);
+                                                     weights, w_stride, ahead, matrix.sums + block * kBlock,
+                                                     matrix.inputs, sums, stride);
     return;
   }
 #else
   if (matrix.rounds()) {
-    tile_function(rows, count)(a.rounded + row * a.stride, a.stride, widened.data, widened.stride, matrix.inputs,
+    tile_function(rows, count)(a.rounded + row * a.stride, a.stride, widened.data, widened.stride, ahead, matrix.inputs,
                                sums, stride);
     for (int i = 0; i < rows; i++)
       for (int j = 0; j < count * kBlock; j += kLanes)
@@ -68,29 +65,31 @@ inline void multiply_tile(const Matrix& matrix, const Rows& a, int row, int rows
     return;
   }
 #endif
-  tile_function(rows, count)(a.values + row * a.stride, a.stride, widened.data, widened.stride, matrix.inputs, sums,
-                             stride);
+  tile_function(rows, count)(a.values + row * a.stride, a.stride, widened.data, widened.stride, ahead, matrix.inputs,
+                             sums, stride);
 }
 
 template <class Finish>
-void multiply_packed(const Matrix& matrix, const Rows& a, int rows, Range range, const Finish& finish) {
+void multiply_packed(const Matrix& matrix, const Rows& a, Range rows, Range blocks, const Finish& finish) {
   constexpr ptrdiff_t kStride = kMaxTileBlocks * kBlock;
   alignas(64) float sums[kMaxTileRows * kStride];
   const bool plain = matrix.scales == nullptr && matrix.bias == nullptr;
-  for (int first = 0; first < rows; first += kRowChunk) {
-    const int end = std::min(rows, first + kRowChunk);
-    const Tiling tiling(end - first, matrix.planes());
-    for (int block = range.first, width; block < range.end; block += width) {
-      width = tiling.width(range.end - block);
-      const Blocks widened = matrix.by_bytes() ? Blocks{} : bf16_blocks(matrix, block, width);
-      for (int row = first, height; row < end; row += height) {
-        height = std::min(tiling.height, end - row);
-        multiply_tile(matrix, a, row, height, widened, block, width, sums, kStride);
-        for (int i = 0; i < height; i++) {
-          float* values = sums + i * kStride;
-          if (!plain) complete(matrix, block, width, values);
-          finish(row + i, block, width, values);
-        }
+  if (rows.first == rows.end) return;
+  const Tiling tiling(rows.end - rows.first, matrix.planes());
+  for (int block = blocks.first, width; block < blocks.end; block += width) {
+    width = tiling.width(blocks.end - block);
+    const Blocks widened = matrix.by_bytes() ? Blocks{} : bf16_blocks(matrix, block, width);
+    // The next blocks are fetched while the first tiles are computed, one for each: the hardware sees too late where
+    // they are.
+    int next = block + width;
+    for (int row = rows.first, height; row < rows.end; row += height) {
+      height = std::min(tiling.height, rows.end - row);
+      multiply_tile(matrix, a, row, height, widened, block, width, matrix.block(next), sums, kStride);
+      if (next + 1 < block + 2 * width) next++;
+      for (int i = 0; i < height; i++) {
+        float* values = sums + i * kStride;
+        if (!plain) complete(matrix, block, width, values);
+        finish(row + i, block, width, values);
       }
     }
   }

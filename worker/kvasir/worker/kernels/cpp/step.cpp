@@ -9,6 +9,12 @@ namespace {
 
 // Up to here every member normalizes all rows for itself, which is cheaper than to wait for each other.
 constexpr int kFewTokens = 2;
+// From here on members take parts of a product in turn, so that one who is interrupted holds nobody up; with fewer rows
+// the memory decides, which likes each member's part in one piece.
+constexpr int kManyTokens = 16;
+// Such a part: rows that stay in the second-level cache, and blocks enough to make it worth while.
+constexpr int kPartRows = 96;
+constexpr int kPartBlocks = 12;
 // Query rows that are attended together: enough for whole tiles, few enough to keep their scores near.
 constexpr int kQueryRows = 48;
 
@@ -28,6 +34,18 @@ void round_rows(const Matrix& matrix, const Rows& rows, Range range) {
 
 }  // namespace
 
+// One member's share of a product of all rows.
+template <class Finish>
+void Engine::product(const Matrix& matrix, const Rows& a, int rows, int member, const Finish& finish) {
+  if (rows < kManyTokens) {
+    multiply_packed(matrix, a, {0, rows}, share(matrix.blocks(), 2, member, team_.size()), finish);
+    return;
+  }
+  const int high = (rows + kPartRows - 1) / kPartRows, wide = (matrix.blocks() + kPartBlocks - 1) / kPartBlocks;
+  for (int part; (part = team_.claim()) < high * wide;)
+    multiply_packed(matrix, a, share(rows, 1, part / wide, high), share(matrix.blocks(), 2, part % wide, wide), finish);
+}
+
 // The phases of a step; each is one member's part of it.
 struct Engine::Step {
   Engine& engine;
@@ -43,7 +61,6 @@ struct Engine::Step {
   const bool few = tokens <= kFewTokens;
 
   Range rows(int member) const { return share(tokens, 1, member, members); }
-  Range blocks(const Matrix& matrix, int member) const { return share(matrix.blocks(), 2, member, members); }
   float* residual(int row) const { return engine.residual_.data() + ptrdiff_t{row} * hidden; }
 
   void embed(int member) const {
@@ -72,8 +89,8 @@ struct Engine::Step {
   }
 
   void project(const Layer& layer, const bf16* normed, int member) const {
-    multiply_packed(layer.qkv, ready(layer.qkv, normed, member), tokens, blocks(layer.qkv, member),
-                    [&](int row, int block, int count, const float* values) {
+    engine.product(layer.qkv, ready(layer.qkv, normed, member), tokens, member,
+                   [&](int row, int block, int count, const float* values) {
                       float* to = engine.projected_.data() + ptrdiff_t{row} * projected + block * kBlock;
                       std::memcpy(to, values, sizeof(float) * count * kBlock);
                     });
@@ -121,8 +138,8 @@ struct Engine::Step {
   }
 
   void add_to_residual(const Matrix& matrix, const std::vector<bf16>& from, int member) const {
-    multiply_packed(matrix, ready(matrix, from.data(), member), tokens, blocks(matrix, member),
-                    [&](int row, int block, int count, const float* values) {
+    engine.product(matrix, ready(matrix, from.data(), member), tokens, member,
+                   [&](int row, int block, int count, const float* values) {
                       float* to = residual(row) + block * kBlock;
                       for (int i = 0; i < count * kBlock; i += kLanes) store(to + i, load(to + i) + load(values + i));
                     });
@@ -130,8 +147,8 @@ struct Engine::Step {
   }
 
   void activate(const Layer& layer, const bf16* normed, int member) const {
-    multiply_packed(layer.gate_up, ready(layer.gate_up, normed, member), tokens, blocks(layer.gate_up, member),
-                    [&](int row, int block, int count, const float* values) {
+    engine.product(layer.gate_up, ready(layer.gate_up, normed, member), tokens, member,
+                   [&](int row, int block, int count, const float* values) {
                       bf16* to = engine.activated_.data() + ptrdiff_t{row} * activated + block / 2 * kBlock;
                       for (int pair = 0; pair < count; pair += 2, values += 2 * kBlock, to += kBlock)
                         for (int i = 0; i < kBlock; i += kLanes)
@@ -190,8 +207,8 @@ void Engine::logits(const Matrix& matrix, const bf16* a, int rows, int vocab, fl
   const Rows ready = matrix.rounds() ? rounded_rows(matrix, a, rows, 0) : Rows{a, nullptr, nullptr, matrix.inputs, 0};
   if (matrix.rounds()) round_rows(matrix, ready, {0, rows});
   team_.run([&](int member) {
-    multiply_packed(matrix, ready, rows, share(matrix.blocks(), 4, member, team_.size()),
-                    [&](int row, int block, int count, const float* values) {
+    product(matrix, ready, rows, member,
+            [&](int row, int block, int count, const float* values) {
                       const int first = block * kBlock;
                       std::memcpy(out + ptrdiff_t{row} * vocab + first, values,
                                   sizeof(float) * std::min(count * kBlock, vocab - first));

@@ -66,6 +66,8 @@ class Engine {
   };
   struct Step;
   void plan(const Batch& batch, const Model& model);
+  template <class Finish>
+  void product(const Matrix& matrix, const Rows& a, int rows, int member, const Finish& finish);
   void reserve_rounded(size_t rows, int size, int copies);
   Rows rounded_rows(const Matrix& matrix, const bf16* values, int rows, int copy);
 

@@ -7,7 +7,9 @@
 namespace kvasir {
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(50);
+// Longer than most waits inside a step. On a busy machine two members may share a core, and one that spins then only
+// delays what it waits for.
+constexpr auto kSpin = std::chrono::microseconds(20);
 
 // Until `value` is no longer `old`.
 void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
