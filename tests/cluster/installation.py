@@ -8,6 +8,7 @@ $KVASIR_E2E_REGISTRY/kvasir/{operator,router,worker}:VERSION (see deploy/docker/
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,25 +110,28 @@ def client_pod(cluster: NodeCluster, name: str, namespace: str) -> dict[str, Any
     }
 
 
-def kill_container(cluster: NodeCluster, namespace: str, pod: str) -> None:
-    """``kill -9`` of the processes of a pod's container, without any warning.
+def kill_container(cluster: NodeCluster, namespace: str, pod: str) -> float:
+    """``kill -9`` of the processes of a pod's container; returns when, since the Unix epoch.
 
     Only on nodes of our own: in its pod a container's first process is safe from signals. In a
     given cluster the nearest thing is to delete the pod without any grace.
     """
     if cluster.made is None:
+        moment = time.time()
         cluster.kubectl(
             "delete", "pod", pod, f"--namespace={namespace}", "--force", "--grace-period=0"
         )
-        return
+        return moment
     processes = [
         process
         for node in cluster.made.nodes
         for process in node.container_processes(namespace, pod)
     ]
     assert processes, f"pod {pod} has no processes"
+    moment = time.time()
     for process in processes:
         process.send_signal(signal.SIGKILL)
+    return moment
 
 
 def _values(cluster: NodeCluster) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ way that those of other pods take.
 
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -106,12 +107,19 @@ class Load:
         """The decode workers that were used."""
         return {each.decode for each in self.records if each.decode}
 
-    def across(self, worker: str, start: float, end: float) -> list[Record]:
-        """Requests that went on at that decode worker from before `start` until after `end`."""
+    def busiest(self, count: int) -> str:
+        """The decode worker that gave the most of the last ``count`` answers."""
+        ((worker, _),) = Counter(
+            each.decode for each in self.records[-count:] if each.decode
+        ).most_common(1)
+        return worker
+
+    def in_flight(self, worker: str, moment: float) -> list[Record]:
+        """Requests that went on at that decode worker then; known once they have ended."""
         return [
             each
             for each in self.records
-            if each.decode == worker and each.begun < start and each.begun + each.seconds > end
+            if each.decode == worker and each.begun < moment < each.begun + each.seconds
         ]
 
     def wait_for_answers(self, count: int) -> None:
