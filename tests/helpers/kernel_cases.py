@@ -52,8 +52,10 @@ def check_linear(kernels: Kernels, case: LinearCase) -> None:
     try:
         found = kernels.logits(engine, packed, rows)
         alone = kernels.logits(engine, packed, rows[-1:].contiguous())
+        likeliest = kernels.likeliest(engine, packed, rows)
     finally:
         kernels.destroy(engine)
+    assert likeliest == found.argmax(-1).tolist()
     expected = reference.linear(x, weight, bias)
     torch.testing.assert_close(found, expected, atol=2e-5 * case.inputs, rtol=1e-5)
     # The rest of the batch changes nothing.

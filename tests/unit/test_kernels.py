@@ -97,6 +97,27 @@ def test_rotate(kernels: Kernels, rows: int, half: int, norm: bool, seed: int) -
     check_rotate(kernels, rows, 2 * half, norm, seed)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_the_likeliest_of_broken_values_is_none(kernels: Kernels, broken: float) -> None:
+    weight = torch.zeros(100, 16)
+    weight[99, 0] = broken
+    packed = pack_bf16(weight.bfloat16())
+    hidden = torch.ones(3, 16, dtype=torch.bfloat16)
+    engine = kernels.create(2)
+    found = kernels.likeliest(engine, packed, hidden)
+    kernels.destroy(engine)
+    assert found == [-1, -1, -1]
+
+
+def test_of_equal_values_the_first_is_the_likeliest_and_padding_never(kernels: Kernels) -> None:
+    packed = pack_bf16(torch.full((100, 16), -1.0).bfloat16())
+    hidden = torch.ones(20, 16, dtype=torch.bfloat16)
+    engine = kernels.create(3)
+    found = kernels.likeliest(engine, packed, hidden)
+    kernels.destroy(engine)
+    assert found == [0] * 20
+
+
 def test_packing_puts_pairs_of_inputs_of_16_outputs_side_by_side() -> None:
     weight = torch.arange(20 * 3, dtype=torch.float32).view(20, 3).bfloat16()
     packed = pack_bf16(weight).weights.view(torch.bfloat16).view(2, 8, 16, 2)

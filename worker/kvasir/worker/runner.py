@@ -13,10 +13,9 @@ from torch import Tensor
 from kvasir.proto.sampling import TokenLogprobs
 from kvasir.worker.contracts import Chunk, Computed, Sampled, StepPlan, StepResult
 from kvasir.worker.model.attention import sorted_for_attention
-from kvasir.worker.model.backend import Decoder
+from kvasir.worker.model.backend import Decoder, draw
 from kvasir.worker.model.kv_cache import KvCache
 from kvasir.worker.sampling.logprobs import token_logprobs
-from kvasir.worker.sampling.sampler import sample
 from kvasir.worker.speculation.draft_model import DraftModel
 
 _LOGITS_ROWS = 64
@@ -103,7 +102,7 @@ class TorchRunner:
             return [()] * len(chunks)
         ends = zip(_rows(chunks), chunks, strict=True)
         rows = [row for (_, end), chunk in ends for row in range(end - len(chunk.samples), end)]
-        drawn = iter(sample(self._decoder.logits(hidden[rows]), specs, self._eos_token_ids))
+        drawn = iter(draw(self._decoder, hidden[rows], specs, self._eos_token_ids))
         return [tuple(islice(drawn, len(chunk.samples))) for chunk in chunks]
 
     def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> tuple[TokenLogprobs, ...]:

@@ -79,6 +79,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "kvasir_destroy": (_Pointer,),
     "kvasir_forward": (_Pointer,) * 5,
     "kvasir_logits": (_Pointer, _Pointer, _Pointer, _Int, _Int, _Pointer),
+    "kvasir_likeliest": (_Pointer, _Pointer, _Pointer, _Int, _Int, _Pointer),
     "kvasir_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Float, _Pointer),
     "kvasir_rotate": (_Pointer, _Pointer, _Float, _Pointer, _Pointer, _Int, _Int, _Pointer),
     "kvasir_attend": (_Pointer, _Int, _Pointer, _Int, _Int, _Int, _Int, _Int, _Pointer, _Pointer),
@@ -141,6 +142,21 @@ class Kernels:
             out.data_ptr(),
         )
         return out
+
+    def likeliest(self, engine: int, matrix: PackedLinear, hidden: Tensor) -> list[int]:
+        """The greatest output of each row of ``logits``; -1 if some are not finite."""
+        out = torch.empty(len(hidden), dtype=torch.int32)
+        descriptor = matrix.descriptor()
+        self._library.kvasir_likeliest(
+            engine,
+            ctypes.byref(descriptor),
+            hidden.data_ptr(),
+            len(hidden),
+            matrix.outputs,
+            out.data_ptr(),
+        )
+        found: list[int] = out.tolist()
+        return found
 
     def rms_norm(self, x: Tensor, weight: Tensor, size: int, epsilon: float) -> Tensor:
         """Of float32 rows padded with zeros, as bfloat16; ``weight`` is padded alike."""

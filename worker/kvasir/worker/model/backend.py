@@ -6,8 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvasir.worker.contracts import Chunk
+from kvasir.worker.contracts import Chunk, Sampled, SampleSpec
 from kvasir.worker.model.kv_cache import KvCache
+from kvasir.worker.sampling.sampler import is_plainly_greedy, sample
 
 
 class Decoder(Protocol):
@@ -25,7 +26,7 @@ class Decoder(Protocol):
             chunks: as ``attention.sorted_for_attention`` orders them.
 
         Returns:
-            A row for each token, in order, for ``logits`` alone to read.
+            A row for each token, in order, for ``logits`` and ``likeliest`` alone to read.
         """
         ...
 
@@ -36,3 +37,19 @@ class Decoder(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [rows, vocab_size] of rows that ``forward`` returned."""
         ...
+
+    def likeliest(self, hidden: Tensor) -> list[int]:
+        """The token with the greatest logit after each row.
+
+        FloatingPointError if the logits are not numbers; the model is broken.
+        """
+        ...
+
+
+def draw(
+    decoder: Decoder, hidden: Tensor, specs: Sequence[SampleSpec], eos_ids: frozenset[int]
+) -> list[Sampled]:
+    """One token after each row; where all want the likeliest one, logits are never stored."""
+    if all(map(is_plainly_greedy, specs)):
+        return [Sampled(token) for token in decoder.likeliest(hidden)]
+    return sample(decoder.logits(hidden), specs, eos_ids)

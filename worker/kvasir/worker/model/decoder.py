@@ -33,6 +33,7 @@ from kvasir.worker.model.reader import (
 )
 from kvasir.worker.model.rope import rotate, rotation_tables
 from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD
+from kvasir.worker.sampling.sampler import check_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,12 @@ class TorchDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [rows, vocab_size] of hidden states that ``forward`` returned."""
         return self._head(hidden).float()
+
+    def likeliest(self, hidden: Tensor) -> list[int]:
+        logits = self.logits(hidden)
+        check_finite(logits)
+        tokens: list[int] = logits.argmax(-1).tolist()
+        return tokens
 
     def _project(
         self,

@@ -40,6 +40,7 @@ from kvasir.worker.model.reader import (
 )
 from kvasir.worker.model.rope import frequencies
 from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD
+from kvasir.worker.sampling.sampler import NOT_FINITE
 
 
 class KernelDecoder:
@@ -127,6 +128,12 @@ class KernelDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._kernels.logits(self._engine, self._head, hidden.contiguous())
+
+    def likeliest(self, hidden: Tensor) -> list[int]:
+        tokens = self._kernels.likeliest(self._engine, self._head, hidden.contiguous())
+        if min(tokens) < 0:
+            raise FloatingPointError(NOT_FINITE)
+        return tokens
 
     def _check(
         self, tokens: np.ndarray, ends: np.ndarray, tables: np.ndarray, cache: KvCache

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kvasir.worker.contracts import Sampled, SampleSpec
-from kvasir.worker.sampling.adjust import adjust
+from kvasir.worker.sampling.adjust import adjust, changes_logits
 from kvasir.worker.sampling.logprobs import token_logprobs
 from kvasir.worker.sampling.rng import exponentials, stream_keys
 from kvasir.worker.sampling.truncate import truncate
+
+NOT_FINITE = "the model computed logits that are not finite"
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec], eos_ids: frozenset[int]) -> list[Sampled]:
@@ -28,9 +30,8 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], eos_ids: frozenset[int])
     Raises:
         FloatingPointError: the logits are not numbers; the model is broken.
     """
-    # The extremes of a tensor with a NaN are NaN. What requests do to finite logits is bounded.
-    if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):
-        raise FloatingPointError("the model computed logits that are not finite")
+    # What requests do to finite logits is bounded.
+    check_finite(logits)
     adjusted = adjust(logits, specs, eos_ids)
     tokens: list[int] = adjusted.argmax(-1).tolist()
     drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0]
@@ -39,6 +40,19 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], eos_ids: frozenset[int])
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
     return _with_logprobs(logits, specs, tokens)
+
+
+def is_plainly_greedy(spec: SampleSpec) -> bool:
+    """Whether the greatest of the model's own logits is all that a request wants."""
+    params = spec.params
+    return params.temperature == 0 and params.logprobs is None and not changes_logits(spec)
+
+
+def check_finite(logits: Tensor) -> None:
+    """FloatingPointError if some are not."""
+    # The extremes of a tensor with a NaN are NaN.
+    if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):
+        raise FloatingPointError(NOT_FINITE)
 
 
 def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from kvasir.worker.contracts import Chunk, SampleSpec
 from kvasir.worker.model.attention import sorted_for_attention
-from kvasir.worker.model.backend import Decoder
+from kvasir.worker.model.backend import Decoder, draw
 from kvasir.worker.model.kv_cache import KvCache
-from kvasir.worker.sampling.sampler import sample
 
 
 class DraftModel:
@@ -33,9 +32,9 @@ class DraftModel:
                     if chunk.num_to_draft > depth
                 ]
             )
-            logits = self._decoder.logits(self._decoder.forward(drafting, cache))
+            hidden = self._decoder.forward(drafting, cache)
             specs = [chunk.samples[0] for chunk in drafting]
-            drawn = sample(logits, specs, self._eos_token_ids)
+            drawn = draw(self._decoder, hidden, specs, self._eos_token_ids)
             for chunk, token in zip(drafting, drawn, strict=True):
                 drafts[chunk.request_id].append(token.token_id)
         return [

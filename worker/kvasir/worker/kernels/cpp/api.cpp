@@ -17,6 +17,10 @@ void kvasir_logits(Engine* engine, const Matrix* matrix, const bf16* a, int rows
   engine->logits(*matrix, a, rows, vocab, out);
 }
 
+void kvasir_likeliest(Engine* engine, const Matrix* matrix, const bf16* a, int rows, int vocab, int32_t* out) {
+  engine->likeliest(*matrix, a, rows, vocab, out);
+}
+
 void kvasir_rms_norm(const float* x, const float* weight, int rows, int size, float epsilon, bf16* out) {
   const int padded = round_up(size, kBlock);
   for (int row = 0; row < rows; row++)

@@ -202,18 +202,39 @@ Rows Engine::rounded_rows(const Matrix& matrix, const bf16* values, int rows, in
   return {values, rounded_.data() + 2 * plane * copy, scales, matrix.inputs, plane};
 }
 
-void Engine::logits(const Matrix& matrix, const bf16* a, int rows, int vocab, float* out) {
+// Rows of any matrix as it takes them, before the members set out.
+Rows Engine::ready(const Matrix& matrix, const bf16* values, int rows) {
+  if (!matrix.rounds()) return {values, nullptr, nullptr, matrix.inputs, 0};
   reserve_rounded(rows, matrix.inputs, 1);
-  const Rows ready = matrix.rounds() ? rounded_rows(matrix, a, rows, 0) : Rows{a, nullptr, nullptr, matrix.inputs, 0};
-  if (matrix.rounds()) round_rows(matrix, ready, {0, rows});
+  const Rows out = rounded_rows(matrix, values, rows, 0);
+  round_rows(matrix, out, {0, rows});
+  return out;
+}
+
+void Engine::logits(const Matrix& matrix, const bf16* a, int rows, int vocab, float* out) {
+  const Rows from = ready(matrix, a, rows);
   team_.run([&](int member) {
-    product(matrix, ready, rows, member,
-            [&](int row, int block, int count, const float* values) {
-                      const int first = block * kBlock;
-                      std::memcpy(out + ptrdiff_t{row} * vocab + first, values,
-                                  sizeof(float) * std::min(count * kBlock, vocab - first));
-                    });
+    product(matrix, from, rows, member, [&](int row, int block, int count, const float* values) {
+      const int first = block * kBlock, size = std::min(count * kBlock, vocab - first);
+      std::memcpy(out + ptrdiff_t{row} * vocab + first, values, sizeof(float) * size);
+    });
   });
+}
+
+void Engine::likeliest(const Matrix& matrix, const bf16* a, int rows, int vocab, int32_t* out) {
+  const Rows from = ready(matrix, a, rows);
+  likeliest_.assign(size_t(rows) * team_.size(), Likeliest());
+  team_.run([&](int member) {
+    Likeliest* mine = likeliest_.data() + ptrdiff_t{member} * rows;
+    product(matrix, from, rows, member, [&](int row, int block, int count, const float* values) {
+      for (int first = block * kBlock; count > 0; count--, first += kBlock, values += kBlock)
+        mine[row].look(values, first, std::min(kBlock, vocab - first));
+    });
+  });
+  for (int row = 0; row < rows; row++) {
+    for (int member = 1; member < team_.size(); member++) likeliest_[row].join(likeliest_[member * rows + row]);
+    out[row] = likeliest_[row].index();
+  }
 }
 
 // Positions and sequences of all rows, and the items of attention: longest first, since members take them in turn.

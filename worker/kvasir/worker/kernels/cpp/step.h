@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "likeliest.h"
 #include "team.h"
 
 namespace kvasir {
@@ -59,6 +60,9 @@ class Engine {
   // out [rows, vocab] float32 = a [rows, inputs] x matrix^T.
   void logits(const Matrix& matrix, const bf16* a, int rows, int vocab, float* out);
 
+  // The column of each row's greatest logit, or -1 if some are not finite; no logit is kept.
+  void likeliest(const Matrix& matrix, const bf16* a, int rows, int vocab, int32_t* out);
+
  private:
   struct Item {
     Span span;
@@ -69,6 +73,7 @@ class Engine {
   template <class Finish>
   void product(const Matrix& matrix, const Rows& a, int rows, int member, const Finish& finish);
   void reserve_rounded(size_t rows, int size, int copies);
+  Rows ready(const Matrix& matrix, const bf16* values, int rows);
   Rows rounded_rows(const Matrix& matrix, const bf16* values, int rows, int copy);
 
   Team team_;
@@ -78,6 +83,7 @@ class Engine {
   std::vector<float> residual_, projected_;
   std::vector<Rounded> rounded_;
   std::vector<float> row_scales_;
+  std::vector<Likeliest> likeliest_;
   std::vector<bf16> normed_, queries_, attended_, activated_;
 };
 
