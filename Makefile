@@ -33,13 +33,13 @@ test-unit: $(INSTALLED) ## Run the pure tests: seconds
 	@$(BIN)/python -m pytest tests/unit
 
 # Those of the operator wait most of the time, for windows and deadlines: beside the others they cost little.
-OPERATOR_TESTS := $(wildcard tests/integration/test_operator*.py)
+OPERATOR_TESTS := tests/integration/operator
 
 test-integration: $(INSTALLED) ## Run the tests with real processes on loopback
 	@$(MAKE) --no-print-directory --jobs=2 test-processes test-operator
 
 test-processes: $(INSTALLED) # All of them but the operator's
-	@$(BIN)/python -m pytest tests/integration $(OPERATOR_TESTS:%=--ignore=%)
+	@$(BIN)/python -m pytest tests/integration --ignore=$(OPERATOR_TESTS)
 
 test-operator: $(INSTALLED) # The operator's, against a real control plane
 	@$(BIN)/python -m pytest $(OPERATOR_TESTS)

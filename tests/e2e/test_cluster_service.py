@@ -66,6 +66,21 @@ def check(model: ServedModel, load: Load, expected: dict[str, str]) -> None:
     assert len(load.records) >= USERS
 
 
+def kill_at_work(model: ServedModel, load: Load) -> str:
+    """The decode worker whose container was killed while requests went on at it.
+
+    A worker may be between two requests just then, which is known only later: then it goes on
+    with the one that is busiest by then.
+    """
+    for _ in range(5):
+        victim = load.busiest(USERS)
+        killed = kill_container(model.cluster, model.namespace, victim)
+        load.wait_for_answers(2 * USERS)
+        if load.in_flight(victim, killed):
+            return victim
+    raise AssertionError("no killed worker had requests")
+
+
 def test_the_release_passes_its_own_test(
     node_cluster: NodeCluster, installation: Installation
 ) -> None:
@@ -101,9 +116,7 @@ def test_no_request_fails_when_a_worker_is_killed(
     other = min(model.pod_names("prefill"))
     with client.load(USERS) as load:
         load.wait_for_answers(2 * USERS)
-        victim = load.busiest(USERS)
-        killed = kill_container(model.cluster, model.namespace, victim)
-        load.wait_for_answers(USERS)
+        victim = kill_at_work(model, load)
         kill_container(model.cluster, model.namespace, other)
         load.wait_for_answers(2 * USERS)
         if model.cluster.made:  # elsewhere these pods were deleted, the nearest thing
@@ -111,7 +124,6 @@ def test_no_request_fails_when_a_worker_is_killed(
             model.wait_restarted(other)
         load.wait_for_answers(USERS)
     check(model, load, expected)
-    assert load.in_flight(victim, killed), "the killed worker had no requests"
     model.wait_ready()
 
 

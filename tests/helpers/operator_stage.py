@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from cluster.clients import Helm, Kubectl
+from cluster.clients import CommandError, Helm, Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.processes import wait_until
 from helpers.chart import CHART, SAMPLES
@@ -54,7 +54,7 @@ class Stage:
     def wait_ready(self, seconds: int = SECONDS) -> None:
         try:
             self.run("wait", "--for=condition=Ready", "msvc/smollm2", f"--timeout={seconds}s")
-        except Exception as error:
+        except CommandError as error:
             raise AssertionError(f"{error}\n{self.explain()}") from error
 
     def wait_until(self, predicate: Callable[[], bool], what: str) -> None:

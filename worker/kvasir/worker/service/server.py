@@ -17,15 +17,15 @@ from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.contracts import Runner
 from kvasir.worker.engine import Engine
+from kvasir.worker.limits import scheduler_config
 from kvasir.worker.metrics import CacheConfig, WorkerMetrics
-from kvasir.worker.scheduler import Scheduler, SchedulerConfig
+from kvasir.worker.scheduler import Scheduler
 from kvasir.worker.service.bridge import LoopBridge
 from kvasir.worker.service.engine_service import EngineService
 from kvasir.worker.service.hub import LOAD_INTERVAL, SessionHub
 from kvasir.worker.service.identity import WorkerIdentity, tokenizer_hash
 from kvasir.worker.service.requests import Limits
 from kvasir.worker.service.session import SessionContext
-from kvasir.worker.speculation.config import Method, SpeculationConfig
 from kvasir.worker.transfer.holder import Holder
 from kvasir.worker.transfer.layout import Identity, max_frame_bytes
 from kvasir.worker.transfer.peers import KEEPALIVE_OPTIONS, Peers
@@ -84,7 +84,7 @@ class WorkerServer:
         self.identity = WorkerIdentity(_worker_info(config, model, epoch))
         self._hub = SessionHub(bridge, self.identity)
         self.engine = Engine(
-            Scheduler(_scheduler_config(config, model)),
+            _scheduler(config, model),
             model.runner,
             self._hub,
             on_fatal=on_fatal,
@@ -162,24 +162,15 @@ class WorkerServer:
             self._hub.report_if_quiet(self.engine.load())
 
 
-def _scheduler_config(config: WorkerConfig, model: ServedModel) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_blocks=model.runner.num_blocks,
-        block_size=config.block_size,
-        max_model_len=model.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_running_requests=config.max_running_requests,
-        max_waiting_requests=config.max_waiting_requests,
-        eos_token_ids=model.eos_token_ids,
-        prefix_caching=config.prefix_caching,
-        speculation=_speculation_config(config),
+def _scheduler(config: WorkerConfig, model: ServedModel) -> Scheduler:
+    return Scheduler(
+        scheduler_config(
+            config,
+            num_blocks=model.runner.num_blocks,
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+        )
     )
-
-
-def _speculation_config(config: WorkerConfig) -> SpeculationConfig | None:
-    if config.speculative_method == "none":
-        return None
-    return SpeculationConfig(Method(config.speculative_method), config.num_speculative_tokens)
 
 
 def _worker_info(config: WorkerConfig, model: ServedModel, epoch: str) -> pb.WorkerInfo:

@@ -20,7 +20,7 @@ from cluster.processes import wait_until
 from helpers.operator_daemon import Operator
 from helpers.operator_process import Series
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CRDS = ROOT / "charts" / "kvasir" / "crds"
 SAMPLE = ROOT / "deploy" / "samples" / "01-minimal.yaml"
 SECONDS = 180
@@ -91,13 +91,6 @@ class Stage:
         return f"{self.run('get', 'msvc,pods,deploy,wpool', '-o', 'wide')}\n" + (
             self.operator.process.tail()
         )
-
-
-@pytest.fixture(scope="module")
-def installed(kubectl: Kubectl) -> None:
-    kubectl("apply", f"--filename={CRDS}")
-    for name in ("modelservices", "workerpools"):
-        kubectl("wait", "--for=condition=Established", f"crd/{name}.kvasir.dev", "--timeout=60s")
 
 
 @pytest.fixture

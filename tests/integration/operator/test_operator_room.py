@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.clients import Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
-from helpers.custom_resources import install
 from helpers.operator_stage import Stage, operator_stage, sample
 
 PATIENCE = 4
@@ -18,9 +16,8 @@ PATIENCE = 4
 
 @pytest.fixture
 def stage(
-    control_plane: ControlPlane, kubectl: Kubectl, namespace: str, node: FakeNode, tmp_path: Path
+    control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
 ) -> Iterator[Stage]:
-    install(kubectl)
     patience = f"--room-patience={PATIENCE}"
     with operator_stage(control_plane, namespace, tmp_path, patience) as made:
         yield made

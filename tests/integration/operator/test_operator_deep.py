@@ -1,33 +1,17 @@
 """ModelServices nested as deep as the API server stores them, and what ends the watches."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.clients import Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
-from helpers.custom_resources import install
 from helpers.operator_daemon import Operator
-from helpers.operator_stage import Stage, operator_stage, sample
+from helpers.operator_stage import Stage, sample
 
 DEPTHS = (900, 3000, 9000)
-
-
-@pytest.fixture(scope="module")
-def installed(kubectl: Kubectl) -> None:
-    install(kubectl)
-
-
-@pytest.fixture
-def stage(
-    control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
-) -> Iterator[Stage]:
-    with operator_stage(control_plane, namespace, tmp_path) as made:
-        yield made
 
 
 def create_deep(control_plane: ControlPlane, namespace: str, depth: int) -> None:

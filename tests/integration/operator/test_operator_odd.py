@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from pydantic import ValidationError
 
 from cluster.clients import CommandError, Kubectl
 from cluster.control_plane import ControlPlane
-from cluster.fake_node import FakeNode
 from cluster.processes import wait_until
-from helpers.custom_resources import SOURCE, install, services_in
-from helpers.operator_stage import SECONDS, Stage, operator_stage, sample
+from helpers.custom_resources import SOURCE, services_in
+from helpers.operator_stage import SECONDS, Stage, sample
 from helpers.random_services import changed, changes
 from kvasir.operator.modelservice import ModelService
 
@@ -27,19 +25,6 @@ CLEAR = {
     *("AllReady", "Invalid", "ObjectRefused", "PodsRefused", "Unschedulable", "Unsupported"),
 }
 """Reasons of Ready that say how it stands, and will stand until somebody does something."""
-
-
-@pytest.fixture(scope="module")
-def installed(kubectl: Kubectl) -> None:
-    install(kubectl)
-
-
-@pytest.fixture
-def stage(
-    control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
-) -> Iterator[Stage]:
-    with operator_stage(control_plane, namespace, tmp_path) as made:
-        yield made
 
 
 # --- random ones ------------------------------------------------------------------------------

@@ -13,16 +13,10 @@ from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
 from cluster.pod_status import IMAGE_PULL_FAILED, NOT_READY, READY, Rule, always, crashed
 from cluster.processes import wait_until
-from helpers.custom_resources import install
 from helpers.operator_daemon import Operator
 from helpers.operator_stage import SECONDS, Stage, operator_stage, restricted, sample
 
 QUICK = "--lease-seconds=3"
-
-
-@pytest.fixture(scope="module")
-def installed(kubectl: Kubectl) -> None:
-    install(kubectl)
 
 
 @pytest.fixture
@@ -32,14 +26,6 @@ def elsewhere(kubectl: Kubectl, namespace: str) -> Iterator[str]:
     kubectl("create", "namespace", name)
     yield name
     kubectl("delete", "namespace", name, "--wait=false")
-
-
-@pytest.fixture
-def stage(
-    control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
-) -> Iterator[Stage]:
-    with operator_stage(control_plane, namespace, tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

@@ -13,19 +13,12 @@ from cluster.certificates import Authority
 from cluster.clients import Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.processes import wait_until
-from helpers.chart import CHART
 from helpers.operator_daemon import Operator
 from kvasir.operator.cluster.handlers import watched
 from kvasir.operator.cluster.watches import Watches, in_cluster
 
 SECONDS = 60
 PODS = "/api/v1/pods"
-
-
-@pytest.fixture(scope="module")
-def installed(kubectl: Kubectl) -> None:
-    kubectl("apply", f"--filename={CHART / 'crds'}")
-    kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
 
 
 class PlayedServer:

@@ -14,24 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cluster.api import ApiClient, DisconnectedError
 from cluster.clients import Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
 from cluster.processes import wait_until
-from helpers.custom_resources import install
 from helpers.operator_daemon import Operator
 from helpers.operator_stage import SECONDS, Stage, sample
 
 KILLS = 10
 DRAIN_SECONDS = 0.5
-
-
-@pytest.fixture(scope="module")
-def installed(kubectl: Kubectl) -> None:
-    install(kubectl)
 
 
 class Changes:
