@@ -88,17 +88,17 @@ class Bench:
     def commit(self, request_id: str, first_block: int, payload: memoryview) -> bool:
         """What Engine.commit_blocks does."""
         count = payload.nbytes // self.runner.block_bytes
-        blocks = self.scheduler.receivable(request_id, first_block, count)
+        blocks = self.scheduler.handover.receivable(request_id, first_block, count)
         if blocks is None:
             return False
         self.runner.write_blocks(blocks, payload)
-        self.scheduler.committed(request_id, first_block, count)
+        self.scheduler.handover.committed(request_id, first_block, count)
         self.scheduler.check()
         return True
 
     def read(self, request_id: str, first_block: int, count: int) -> memoryview | None:
         """What Engine.read_blocks does."""
-        found = self.scheduler.readable(request_id, first_block, count)
+        found = self.scheduler.handover.readable(request_id, first_block, count)
         return None if found is None else self.runner.read_blocks(*found)
 
     def _collect(self) -> None:

@@ -32,7 +32,7 @@ _SLOT = struct.Struct("<II")
 
 
 class FakeRunner:
-    """Runner of contracts.py over a bytearray per block.
+    """Runner of contracts/step.py over a bytearray per block.
 
     ``steps`` keeps the executed plans' chunk sizes by request id, for assertions.
     """

@@ -106,7 +106,7 @@ def test_a_received_prompt_is_searched_from() -> None:
     bench.step()
     payload, sampled = remote_prefill(replace(request, beam=None))
     bench.commit("r", 0, payload)
-    bench.scheduler.finish_receive("r", sampled, 0)
+    bench.scheduler.handover.finish_receive("r", sampled, 0)
     bench.run()
     assert_found(bench, request)
     assert bench.outputs["r"][0].prefill == PrefillReport(0, PrefillOutcome.REMOTE)

@@ -139,7 +139,7 @@ def test_kv_is_received_once_for_the_group() -> None:
     payload, sampled = remote_prefill(requests[0])
     bench.commit("c0", 0, payload)
     bench.step()
-    bench.scheduler.finish_receive("c0", sampled, 0)
+    bench.scheduler.handover.finish_receive("c0", sampled, 0)
     assert {c.request_id for c in bench.step().chunks} == {"c0", "c1", "c2"}
     bench.run()
     assert len(bench.reserved) == 1
@@ -157,7 +157,7 @@ def test_a_failed_receive_is_computed_once_for_the_group() -> None:
     requests = group(2, range(10), work=Work.RECEIVE)
     add(bench, requests)
     bench.step()
-    bench.scheduler.fail_receive("c0")
+    bench.scheduler.handover.fail_receive("c0")
     assert [c.request_id for c in bench.step().chunks] == ["c0"]
     bench.run()
     assert_answers(bench, requests)

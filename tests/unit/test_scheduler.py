@@ -434,7 +434,7 @@ def test_a_received_prompt_is_decoded_from_its_first_token(length: int) -> None:
         kv=KvUsage(reserved=length, internal=unused, table_entries=blocks),
     )
     assert bench.commit("r", 0, payload)
-    bench.scheduler.finish_receive("r", sampled, 0)
+    bench.scheduler.handover.finish_receive("r", sampled, 0)
     assert steps(bench) == [{"r": 1}] * 3
     assert bench.tokens("r") == expected(request)
     assert bench.outputs["r"][0].prefill == PrefillReport(0, PrefillOutcome.REMOTE)
@@ -444,7 +444,7 @@ def test_a_request_that_ends_with_its_received_token() -> None:
     bench = Bench()
     request, payload, sampled = receiving(bench, range(6), max_tokens=1)
     bench.commit("r", 0, payload)
-    bench.scheduler.finish_receive("r", sampled, 0)
+    bench.scheduler.handover.finish_receive("r", sampled, 0)
     assert steps(bench) == []
     assert bench.tokens("r") == expected(request)
     assert not bench.scheduler.request_ids()
@@ -457,7 +457,7 @@ def test_cached_tokens_of_both_workers_count() -> None:
     request, payload, sampled = receiving(bench, range(14))
     assert bench.reserved == [Reserved("r", 4)]
     bench.commit("r", 1, payload[bench.runner.block_bytes :])
-    bench.scheduler.finish_receive("r", sampled, 8)
+    bench.scheduler.handover.finish_receive("r", sampled, 8)
     steps(bench)
     assert bench.tokens("r") == expected(request)
     assert bench.outputs["r"][0].prefill == PrefillReport(12, PrefillOutcome.REMOTE)
@@ -495,11 +495,11 @@ def test_a_failed_receive_keeps_contiguous_blocks(
         bench.commit("r", block, payload[block * size : (block + 1) * size])
     complete = len(committed) * size == payload.nbytes
     if claims_to_be_complete and not complete:
-        bench.scheduler.finish_receive("r", sampled, 0)
+        bench.scheduler.handover.finish_receive("r", sampled, 0)
     else:
-        bench.scheduler.fail_receive("r", peer_fault=True)
+        bench.scheduler.handover.fail_receive("r", peer_fault=True)
     assert not bench.commit("r", 0, payload), "a late frame changes nothing"
-    bench.scheduler.finish_receive("r", sampled, 0)
+    bench.scheduler.handover.finish_receive("r", sampled, 0)
     assert steps(bench)[0] == {"r": computed}
     assert bench.tokens("r") == expected(request)
     assert bench.outputs["r"][0].prefill == PrefillReport(
@@ -518,9 +518,9 @@ def test_only_missing_blocks_of_the_request_can_be_filled(first: int, count: int
     size = bench.runner.block_bytes
     bench.commit("r", 1, payload[size : 2 * size])
     with pytest.raises(ValueError, match="blocks"):
-        bench.scheduler.receivable("r", first, count)
-    assert bench.scheduler.receivable("r", 2, 2) is not None
-    assert bench.scheduler.receivable("a", 0, 1) is None
+        bench.scheduler.handover.receivable("r", first, count)
+    assert bench.scheduler.handover.receivable("r", 2, 2) is not None
+    assert bench.scheduler.handover.receivable("a", 0, 1) is None
 
 
 def test_an_own_copy_is_given_up_for_a_stored_block() -> None:
@@ -529,7 +529,7 @@ def test_an_own_copy_is_given_up_for_a_stored_block() -> None:
     bench.scheduler.add(make_request("a", range(10), 1))
     steps(bench)
     bench.commit("r", 0, payload)
-    bench.scheduler.finish_receive("r", sampled, 0)
+    bench.scheduler.handover.finish_receive("r", sampled, 0)
     assert bench.scheduler.load().kv_blocks_used == 3
     assert bench.scheduler.load().kv_blocks_cached == 0
     steps(bench)
@@ -547,7 +547,7 @@ def test_receiving_is_not_preempted_and_local_work_goes_on() -> None:
     assert (bench.scheduler.load().preemptions, bench.scheduler.load().waiting) == (1, 1)
     payload, sampled = remote_prefill(request)
     assert bench.commit("r", 0, payload)
-    bench.scheduler.finish_receive("r", sampled, 0)
+    bench.scheduler.handover.finish_receive("r", sampled, 0)
     steps(bench)
     assert bench.tokens("r") == expected(request)
     assert bench.tokens("a") == expected(other)
@@ -562,7 +562,7 @@ def test_a_received_sequence_is_recomputed_after_a_preemption() -> None:
     bench.step()
     payload, sampled = remote_prefill(request)
     bench.commit("r", 0, payload)
-    bench.scheduler.finish_receive("r", sampled, 0)
+    bench.scheduler.handover.finish_receive("r", sampled, 0)
     steps(bench)
     assert bench.scheduler.load().preemptions == 1
     assert len(bench.reserved) == 1
@@ -609,7 +609,7 @@ def test_check_finds_a_leak() -> None:
     bench = Bench()
     bench.scheduler.add(make_request("a", range(3)))
     bench.step()
-    del bench.scheduler._sequences["a"]
+    del bench.scheduler._roster._sequences["a"]
     with pytest.raises(InvariantError, match="0 sequences hold it"):
         bench.scheduler.check()
 

@@ -117,9 +117,9 @@ class Workload:
                 continue
             self.receiving.remove(request_id)
             if fate.blocks_until_failure is None or (fate.claims_to_be_complete and end < total):
-                self.bench.scheduler.finish_receive(request_id, sampled, 0)
+                self.bench.scheduler.handover.finish_receive(request_id, sampled, 0)
             else:
-                self.bench.scheduler.fail_receive(request_id)
+                self.bench.scheduler.handover.fail_receive(request_id)
 
 
 def peak(request: Request) -> int:

@@ -168,7 +168,9 @@ class Engine:
         """All KV of the prompt is committed, and this is the first token."""
         with self._wake:
             self._queue(
-                lambda: self._scheduler.finish_receive(request_id, sampled, holder_cached_tokens)
+                lambda: self._scheduler.handover.finish_receive(
+                    request_id, sampled, holder_cached_tokens
+                )
             )
 
     def fail_receive(self, request_id: str, *, peer_fault: bool = False) -> None:
@@ -177,7 +179,9 @@ class Engine:
         ``peer_fault``: it is the prefill worker's fault; told with the first output.
         """
         with self._wake:
-            self._queue(lambda: self._scheduler.fail_receive(request_id, peer_fault=peer_fault))
+            self._queue(
+                lambda: self._scheduler.handover.fail_receive(request_id, peer_fault=peer_fault)
+            )
 
     def read_blocks(
         self, request_id: str, first_block: int, count: int
@@ -368,15 +372,15 @@ class Engine:
                 del self._sinks[request_id]
 
     def _commit(self, request_id: str, first_block: int, count: int, payload: memoryview) -> bool:
-        blocks = self._scheduler.receivable(request_id, first_block, count)
+        blocks = self._scheduler.handover.receivable(request_id, first_block, count)
         if blocks is None:
             return False
         self._runner.write_blocks(blocks, payload)
-        self._scheduler.committed(request_id, first_block, count)
+        self._scheduler.handover.committed(request_id, first_block, count)
         return True
 
     def _read(self, request_id: str, first_block: int, count: int) -> memoryview | None:
-        found = self._scheduler.readable(request_id, first_block, count)
+        found = self._scheduler.handover.readable(request_id, first_block, count)
         return None if found is None else self._runner.read_blocks(*found)
 
     def _snapshot(self, tell: Callable[[int, list[bytes]], None]) -> None:

@@ -23,7 +23,7 @@ _LOGITS_ROWS = 64
 
 
 class TorchRunner:
-    """The Runner of contracts.py, on CPU or CUDA."""
+    """The Runner of contracts/step.py, on CPU or CUDA."""
 
     def __init__(
         self,

@@ -113,8 +113,6 @@ class Sequence:
             return 0
         if request.beam is not None:
             return 0
-        if self.request.beam is not None:
-            return 0
         return self._limit - len(self.output_ids) - 1
 
     @property
