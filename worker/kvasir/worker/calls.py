@@ -1,9 +1,9 @@
 """A function that one thread asks the engine thread to run, and the future of its result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvasir.worker.sequence import BlockRangeError
 
@@ -31,3 +31,14 @@ class Call(Generic[T]):
     def fail(self, error: BaseException) -> None:
         self.future.set_running_or_notify_cancel()
         self.future.set_exception(error)
+
+
+def run_all(calls: Sequence[Call[Any]]) -> None:
+    """Run calls in order; what is fatal to one of them is fatal to all later ones, and raised."""
+    for i, call in enumerate(calls):
+        try:
+            call.run()
+        except BaseException as error:
+            for later in calls[i + 1 :]:
+                later.fail(error)
+            raise

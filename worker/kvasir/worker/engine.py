@@ -1,9 +1,9 @@
 """The engine thread: plan, execute, update, tell; and the only door to it for other threads.
 
-Owns the scheduler, the runner and which sink hears of which request. Every change happens on the
-engine thread, between two steps, in the order of the calls: other threads only queue commands.
-A step never waits for I/O; with nothing to compute, the thread sleeps until a command or a
-deadline comes. Sinks and the listener are called on the engine thread without any lock held.
+Owns the thread, the scheduler and the runner; what it tells, and to whom, is Delivery's. Every
+change happens on the engine thread, between two steps, in the order of the calls: other threads
+only queue commands. A step never waits for I/O; with nothing to compute, the thread sleeps until
+a command or a deadline comes.
 
 Whatever is raised on the engine thread, by the runner, a sink or an invariant check, ends the
 engine: all futures fail and ``on_fatal`` is called. There is no state to go on from. After
@@ -12,27 +12,23 @@ engine: all futures fail and ``on_fatal`` is called. There is no state to go on 
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from kvasir.proto.errors import Reason, Refusal
-from kvasir.worker.calls import Call
+from kvasir.worker.calls import Call, run_all
 from kvasir.worker.contracts import (
     EngineListener,
-    HoldSink,
     Load,
-    Output,
     OutputSink,
-    ReceiveSink,
     Request,
     Runner,
     Sampled,
 )
+from kvasir.worker.delivery import Delivery
 from kvasir.worker.scheduler import Scheduler
-from kvasir.worker.signals import Progress
+from kvasir.worker.turns import Turns
 
 T = TypeVar("T")
 
@@ -66,22 +62,16 @@ class Engine:
             )
         self._scheduler = scheduler
         self._runner = runner
-        self._listener = listener
         self._clock = clock
         self._stopwatch = stopwatch
         self._on_fatal = on_fatal
+        self._turns = Turns(stopwatch)
+        self._delivery = Delivery(scheduler, listener, self._turns)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._event_sequence = 0
         self._unchecked = False  # requests have come since the last invariant check
 
         self._wake = threading.Condition()  # guards everything below
         self._commands: list[Call[Any]] = []
-        self._sinks: dict[str, OutputSink] = {}
-        self._num_accepted = 0
-        self._untold: deque[int] = deque()  # tokens of the latest of these, not in _load yet
-        self._load = scheduler.load()
-        self._turn_began: float | None = None  # None while the thread has nothing to do
-        self._busy_seconds = 0.0  # in turns that are over
         self._draining = False
         self._stopping = False
         self._ended = False
@@ -117,21 +107,19 @@ class Engine:
                 return Refusal(
                     Reason.DRAINING, "This worker is draining; send the request to another one."
                 )
-            if request.request_id in self._sinks:
+            if request.request_id in self._delivery:
                 return Refusal(
                     Reason.INVALID_REQUEST,
                     f"A request with the id {request.request_id} is still being served.",
                     "request_id",
                 )
-            waiting = self._load.waiting + len(self._untold)
+            waiting = self._delivery.num_waiting
             if waiting >= config.max_waiting_requests:
                 return Refusal(
                     Reason.QUEUE_FULL,
                     f"{waiting} requests wait for this worker already; retry later.",
                 )
-            self._sinks[request.request_id] = sink
-            self._num_accepted += 1
-            self._untold.append(len(request.prompt_ids) + len(request.output_ids))
+            self._delivery.accept(request, sink)
             self._queue(lambda: self._add(request))
         return None
 
@@ -200,7 +188,7 @@ class Engine:
         that it contains and before all later ones. Never, if the engine fails before that.
         """
         with self._wake:
-            self._queue(lambda: self._snapshot(tell))
+            self._queue(lambda: self._delivery.snapshot(tell))
 
     def set_draining(self, draining: bool) -> None:
         """Whether to refuse new requests; those accepted go on."""
@@ -209,14 +197,12 @@ class Engine:
 
     def load(self) -> Load:
         """As of the last step; a request counts from the moment it was accepted."""
-        with self._wake:
-            return self._load_now()
+        return self._delivery.load()
 
     @property
     def turn_seconds(self) -> float:
         """How long the thread has been at one turn, a step at most; 0 while it has no work."""
-        with self._wake:
-            return self._turn_seconds()
+        return self._turns.seconds
 
     # --- the engine thread -------------------------------------------------------------------
 
@@ -237,27 +223,21 @@ class Engine:
     def _take_commands(self, idle: bool) -> bool:
         """Run the queued commands; wait for one if ``idle``. False when it is time to stop."""
         with self._wake:
-            self._end_turn()
+            self._turns.end()
             if idle and not self._commands and not self._stopping:
                 deadline = self._scheduler.next_deadline()
                 wait = None if deadline is None else max(deadline - self._clock(), 0.0)
                 self._wake.wait(wait if wait is None else min(wait, threading.TIMEOUT_MAX))
-            self._turn_began = self._stopwatch()
+            self._turns.begin()
             commands, self._commands = self._commands, []
             stopping = self._stopping
-        for i, command in enumerate(commands):
-            try:
-                command.run()
-            except BaseException as error:
-                for later in commands[i + 1 :]:
-                    later.fail(error)
-                raise
+        run_all(commands)
         return not stopping
 
     def _step(self) -> bool:
         """One step; False if there was nothing to compute."""
         plan = self._scheduler.plan(self._clock())
-        self._tell_signals()
+        self._delivery.tell_signals()
         if plan.chunks:
             start = self._stopwatch()
             result = self._runner.execute(plan)
@@ -265,83 +245,24 @@ class Engine:
         elif self._unchecked and not self._scheduler.request_ids():
             self._scheduler.check()
             self._unchecked = False
-        self._tell()
+        self._delivery.tell()
         return bool(plan.chunks)
 
     def _finish(self) -> None:
         for request_id in self._scheduler.request_ids():
             self._scheduler.abort(request_id)
         self._scheduler.check()
-        self._tell()
+        self._delivery.tell()
 
     def _end(self) -> None:
         """From here on, calls are settled at once: see ``_queue``."""
         with self._wake:
-            self._end_turn()
+            self._turns.end()
             self._ended = True
-            self._sinks.clear()
+            self._delivery.end()
             commands, self._commands = self._commands, []
             for command in commands:
                 self._settle(command)
-
-    def _tell(self) -> None:
-        self._tell_signals()
-        self._tell_outputs()
-        self._tell_events()
-        load = self._scheduler.load()
-        with self._wake:
-            changed = load != self._load
-            self._load = load
-            while self._num_accepted - len(self._untold) < self._scheduler.num_arrivals:
-                self._untold.popleft()
-            told = self._load_now()
-        if changed:
-            self._listener.on_load(told)
-
-    def _load_now(self) -> Load:
-        """The caller holds the lock."""
-        return replace(
-            self._load,
-            waiting=self._load.waiting + len(self._untold),
-            queued_prefill_tokens=self._load.queued_prefill_tokens + sum(self._untold),
-            busy_seconds=self._busy_seconds + self._turn_seconds(),
-        )
-
-    def _turn_seconds(self) -> float:
-        """The caller holds the lock."""
-        return 0.0 if self._turn_began is None else self._stopwatch() - self._turn_began
-
-    def _end_turn(self) -> None:
-        """The caller holds the lock."""
-        self._busy_seconds += self._turn_seconds()
-        self._turn_began = None
-
-    def _tell_signals(self) -> None:
-        for signal in self._scheduler.take_signals():
-            with self._wake:
-                sink = self._sinks[signal.request_id]
-            if isinstance(signal, Progress):
-                cast("HoldSink", sink).progress(signal.request_id, signal.computed_tokens)
-            else:
-                cast("ReceiveSink", sink).reserved(signal.request_id, signal.num_cached_tokens)
-
-    def _tell_outputs(self) -> None:
-        batches: dict[int, tuple[OutputSink, list[Output]]] = {}
-        with self._wake:
-            for output in self._scheduler.take_outputs():
-                sink = self._sinks[output.request_id]
-                batches.setdefault(id(sink), (sink, []))[1].append(output)
-                if output.finish is not None and output.request_id not in self._scheduler:
-                    del self._sinks[output.request_id]
-        for sink, outputs in batches.values():
-            sink.deliver(outputs)
-
-    def _tell_events(self) -> None:
-        events = self._scheduler.take_events()
-        if events:
-            first = self._event_sequence + 1
-            self._event_sequence += len(events)
-            self._listener.on_kv_events(first, events)
 
     # --- commands, on the engine thread ------------------------------------------------------
 
@@ -368,8 +289,7 @@ class Engine:
 
     def _abort(self, request_id: str) -> None:
         if self._scheduler.abort(request_id):
-            with self._wake:
-                del self._sinks[request_id]
+            self._delivery.forget(request_id)
 
     def _commit(self, request_id: str, first_block: int, count: int, payload: memoryview) -> bool:
         blocks = self._scheduler.handover.receivable(request_id, first_block, count)
@@ -382,7 +302,3 @@ class Engine:
     def _read(self, request_id: str, first_block: int, count: int) -> memoryview | None:
         found = self._scheduler.handover.readable(request_id, first_block, count)
         return None if found is None else self._runner.read_blocks(*found)
-
-    def _snapshot(self, tell: Callable[[int, list[bytes]], None]) -> None:
-        self._tell_events()
-        tell(self._event_sequence, self._scheduler.cached_hashes())

@@ -1,9 +1,9 @@
 """Who is alive, and in which state: the one place where sequences come, change and go.
 
 Owns every sequence, and with it all that keeps something of one: its blocks (KvBlocks), its
-siblings, its beams, its drafts, and what is to be told of it. Each change of state is one method
-here, so that all of these change together. Must not decide whose turn it is: the scheduler's
-phases do.
+siblings, its beams, its drafts, and what is to be told of it. Each change of state that concerns
+more than the sequence is one method here, so that all of these change together. Must not decide
+whose turn it is: the scheduler's phases do.
 
 Invariant: ``waiting`` and ``running`` are in the order of (priority, arrival). RUNNING and
 RECEIVING sequences are running, WAITING ones wait, HOLDING ones are in neither list.
