@@ -92,3 +92,6 @@ async def test_a_stream_has_fewer_chunks_than_tokens(
     accepted = metrics.total("vllm:spec_decode_num_accepted_tokens_total")
     assert 0 < accepted <= metrics.total("vllm:spec_decode_num_draft_tokens_total")
     assert metrics.total("vllm:spec_decode_num_drafts_total") > 0
+    (row,) = [w for w in await speculating.worker_rows() if w["worker_id"] == "decode-s"]
+    assert row["accepted_tokens"] == accepted
+    assert row["draft_tokens"] == metrics.total("vllm:spec_decode_num_draft_tokens_total")

@@ -188,6 +188,19 @@ async def test_requests_are_served(worker: LocalWorker, session: RouterSession) 
     await worker.settled()
     assert worker.metric("vllm:time_to_first_token_seconds_count", model_name="smollm2") == 10
     assert worker.metric("vllm:inter_token_latency_seconds_count", model_name="smollm2") == 70
+    assert worker.metric("vllm:generation_tokens_total", model_name="smollm2") == 80
+
+
+async def test_generated_tokens_are_those_of_all_hypotheses(
+    worker: LocalWorker, session: RouterSession
+) -> None:
+    submit = make_submit("r", PROMPT, max_tokens=6)
+    submit.beam.width = 3
+    await session.send(submit=submit)
+    *_, last = await session.finished("r")
+    assert [len(hypothesis.token_ids) for hypothesis in last.hypotheses] == [6, 6, 6]
+    assert worker.metric("vllm:generation_tokens_total", model_name="smollm2") == 18
+    assert worker.metric("vllm:time_to_first_token_seconds_count", model_name="smollm2") == 0
 
 
 async def test_one_batch_tells_of_all_sequences_of_a_step() -> None:

@@ -77,6 +77,16 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_acceptance_where_workers_speculate(capsys: pytest.CaptureFixture[str]) -> None:
+    speculating = worker(worker_id="w0", draft_tokens=400, accepted_tokens=300)
+    idle, old = worker(worker_id="w1", draft_tokens=0, accepted_tokens=0), worker(worker_id="w2")
+    with running(RouterStub(get={"/workers": [speculating, idle, old]})) as router:
+        assert run(cli, ["status", "--url", router.url]) == 0
+    _, heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split()[-1] == "ACCEPTED"
+    assert [row.split()[-1] for row in rows] == ["75.0%", "-", "-"]
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     with running(RouterStub(get={"/workers": [worker()]})) as router:
         assert run(cli, ["status", "--url", f"{router.url}/", "--json"]) == 0

@@ -1,5 +1,8 @@
 """Router types to and from engine.proto."""
 
+from dataclasses import asdict
+from unittest.mock import create_autospec
+
 import pytest
 
 from kvasir.proto.sampling import SamplingParams
@@ -14,7 +17,9 @@ from kvasir.router.convert import (
     submit_to_proto,
 )
 from kvasir.router.cost import Role
+from kvasir.router.member import Member
 from kvasir.router.prefix_index import Cleared, Removed, Stored
+from kvasir.router.worker_link import WorkerLink
 
 
 def test_a_new_request_and_its_replay() -> None:
@@ -113,3 +118,15 @@ def test_a_beam_search_and_what_it_found() -> None:
         "d",
         "p",
     )
+
+
+def test_the_numbers_of_a_report_are_in_the_status() -> None:
+    member = Member("w", "", create_autospec(WorkerLink, instance=True))
+    numbers = {name: n for name, n in asdict(member.status()).items() if isinstance(n, int)}
+    assert set(numbers.values()) == {0}, "an older worker tells less"
+    told = {name: index for index, name in enumerate(numbers, 1)}
+    for name, index in told.items():
+        setattr(member.report, name, index)
+    status = asdict(member.status())
+    assert {name: status[name] for name in numbers} == told
+    assert {"kv_slots_filled", "draft_tokens", "accepted_tokens"} <= set(told)

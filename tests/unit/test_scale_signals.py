@@ -68,9 +68,10 @@ def test_what_a_worker_really_exports() -> None:
         busy_seconds=2.5,
     )
     metrics = WorkerMetrics("m", CacheConfig(16, 40, prefix_caching=True), lambda: load)
-    metrics.first_token(0.3)
-    metrics.next_tokens(0.02, 1)
-    metrics.next_tokens(0.04, 1)
+    metrics.first_output(0.3)
+    metrics.next_output(0.02)
+    metrics.next_output(0.04)
+    metrics.generated(3)
     text = generate_latest(metrics.registry).decode()
     assert 'vllm:generation_tokens_total{model_name="m"} 3.0' in text
     sample = worker_sample(text)

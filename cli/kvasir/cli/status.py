@@ -18,7 +18,8 @@ def status(router: RouterChoice, as_json: bool) -> None:
 
     KV USE counts blocks that running requests hold; the prefix cache fills what is left and
     is given up when room is needed. KV WASTE is the part of their room that no token fills or
-    is about to fill.
+    is about to fill. ACCEPTED, where workers speculate, is the share of drafted tokens that were
+    right.
     """
     client = router.client()
     workers = client.get("/workers")
@@ -36,7 +37,11 @@ def _table(workers: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("WORKER", "ROLE", "STATE"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("RUNNING", "WAITING", "KV USE", "KV WASTE", "PREFIX HITS"):
+    headings = ["RUNNING", "WAITING", "KV USE", "KV WASTE", "PREFIX HITS"]
+    speculating = any(map(_drafted, workers))  # without it, the table fits into 80 columns
+    if speculating:
+        headings.append("ACCEPTED")
+    for heading in headings:
         table.add_column(heading, no_wrap=True, justify="right")
     for worker in sorted(workers, key=lambda worker: str(worker["worker_id"])):
         state = worker["state"]
@@ -49,6 +54,7 @@ def _table(workers: list[dict[str, Any]]) -> Table:
             _share(worker["kv_blocks_used"], worker["kv_blocks_total"]),
             _waste(worker),
             _share(worker["prefix_hit_tokens"], worker["prefix_query_tokens"]),
+            *([_acceptance(worker)] if speculating else []),
         )
     return table
 
@@ -56,6 +62,15 @@ def _table(workers: list[dict[str, Any]]) -> Table:
 def _waste(worker: dict[str, Any]) -> str:
     wasted = worker["kv_slots_internal_waste"] + worker["kv_slots_external_waste"]
     return _share(wasted, worker["kv_slots_filled"] + worker["kv_slots_reserved"] + wasted)
+
+
+def _drafted(worker: dict[str, Any]) -> int:
+    """Tokens; none to a router that does not know of speculation yet."""
+    return int(worker.get("draft_tokens", 0))
+
+
+def _acceptance(worker: dict[str, Any]) -> str:
+    return _share(worker.get("accepted_tokens", 0), _drafted(worker))
 
 
 def _share(part: int, whole: int) -> str:

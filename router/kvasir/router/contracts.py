@@ -138,6 +138,8 @@ class WorkerStatus:
     kv_slots_internal_waste: int = 0
     kv_slots_external_waste: int = 0
     kv_block_table_entries: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Dispatcher(Protocol):

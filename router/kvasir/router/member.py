@@ -75,6 +75,8 @@ class Member:
             kv_slots_internal_waste=report.kv_slots_internal_waste,
             kv_slots_external_waste=report.kv_slots_external_waste,
             kv_block_table_entries=report.kv_block_table_entries,
+            draft_tokens=report.draft_tokens,
+            accepted_tokens=report.accepted_tokens,
         )
 
     def prefill_peer(self) -> pb.PrefillPeer:

@@ -100,17 +100,19 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
-    def first_token(self, seconds: float) -> None:
+    def first_output(self, seconds: float) -> None:
         self._ttft.observe(seconds)
-        self._generated.inc()
 
     def prefilled(self, seconds: float) -> None:
         """The first token of a request that another worker decodes, and tells of."""
         self._ttft.observe(seconds)
 
-    def next_tokens(self, seconds: float, count: int) -> None:
-        """One output of ``count`` tokens: more than one with speculation."""
+    def next_output(self, seconds: float) -> None:
+        """One output, of however many tokens: more than one with speculation."""
         self._itl.observe(seconds)
+
+    def generated(self, count: int) -> None:
+        """Tokens of all choices; of a beam search, those of all hypotheses that it gives."""
         self._generated.inc(count)
 
     def transfer_ended(self, outcome: Outcome, seconds: float) -> None:

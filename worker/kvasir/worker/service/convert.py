@@ -100,6 +100,8 @@ def load_proto(load: Load, *, draining: bool, role: pb.Role.ValueType) -> pb.Loa
         kv_slots_internal_waste=load.kv.internal,
         kv_slots_external_waste=load.kv.external,
         kv_block_table_entries=load.kv.table_entries,
+        draft_tokens=load.draft_tokens,
+        accepted_tokens=load.accepted_tokens,
         draining=draining,
         role=role,
     )

@@ -201,12 +201,7 @@ class Session:
 
     def _take_output(self, output: Output, now: float) -> pb.SequenceOutput:
         live = self._live[output.request_id]
-        if output.token_ids:
-            if live.last_output is None:
-                self._context.metrics.first_token(now - live.submitted)
-            else:
-                self._context.metrics.next_tokens(now - live.last_output, len(output.token_ids))
-            live.last_output = now
+        self._observe(live, output, now)
         if output.finish is not None:
             _stop_pull(live)
             del self._live[output.request_id]
@@ -216,6 +211,17 @@ class Session:
             message.prefill.outcome = pb.PREFILL_OUTCOME_LOCAL
             message.prefill.prefill_worker_id = ""
         return message
+
+    def _observe(self, live: _Live, output: Output, now: float) -> None:
+        """A beam search gives all its tokens at the end: these are no first ones."""
+        metrics = self._context.metrics
+        metrics.generated(len(output.token_ids) + sum(len(h.token_ids) for h in output.hypotheses))
+        if output.token_ids:
+            if live.last_output is None:
+                metrics.first_output(now - live.submitted)
+            else:
+                metrics.next_output(now - live.last_output)
+            live.last_output = now
 
     def on_snapshot(self, sequence: int, hashes: Sequence[bytes]) -> None:
         self._outbound.put_parts(self._snapshot_parts(sequence, hashes))
