@@ -4,106 +4,109 @@
 # source: kvasir/proto/v1/engine.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "kvasir/proto/v1/engine.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'kvasir/proto/v1/engine.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1ckvasir/proto/v1/engine.proto\x12\tkvasir.v1"S\n\x07Refusal\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvasir.v1.RefusalReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t"\x10\n\x0eGetInfoRequest"\xca\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvasir.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12#\n\x06layout\x18\x06 \x01(\x0b\x32\x13.kvasir.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\t \x01(\t\x12\x17\n\x0fkv_blocks_total\x18\n \x01(\r\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x1c\n\x14max_running_requests\x18\r \x01(\r\x12\x18\n\x10transfer_address\x18\x0e \x01(\t"\xb3\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x14\n\x0cquantization\x18\x07 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r"\x15\n\x13GetTokenizerRequest",\n\x0eTokenizerChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c"\xba\x01\n\rRouterMessage\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.kvasir.v1.HelloH\x00\x12#\n\x06submit\x18\x02 \x01(\x0b\x32\x11.kvasir.v1.SubmitH\x00\x12!\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x10.kvasir.v1.AbortH\x00\x12\x36\n\x10snapshot_request\x18\x04 \x01(\x0b\x32\x1a.kvasir.v1.SnapshotRequestH\x00\x42\x06\n\x04kind"2\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0e\x65xpected_epoch\x18\x02 \x01(\t"\x92\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvasir.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\'\n\x07prefill\x18\x07 \x01(\x0b\x32\x16.kvasir.v1.PrefillPeer\x12\x10\n\x08\x64\x65\x61\x64line\x18\x08 \x01(\x01\x12\r\n\x05group\x18\t \x01(\t\x12#\n\x04\x62\x65\x61m\x18\n \x01(\x0b\x32\x15.kvasir.v1.BeamSearch"3\n\nBeamSearch\x12\r\n\x05width\x18\x01 \x01(\r\x12\x16\n\x0elength_penalty\x18\x02 \x01(\x02"@\n\x0bPrefillPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t"\xa0\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.kvasir.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x10\n\x08logprobs\x18\x0e \x01(\x11\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x11\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t"\x11\n\x0fSnapshotRequest"\xe5\x01\n\rWorkerMessage\x12#\n\x06opened\x18\x01 \x01(\x0b\x32\x11.kvasir.v1.OpenedH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.kvasir.v1.StepBatchH\x00\x12,\n\tkv_events\x18\x03 \x01(\x0b\x32\x17.kvasir.v1.KvEventBatchH\x00\x12,\n\x0bkv_snapshot\x18\x04 \x01(\x0b\x32\x15.kvasir.v1.KvSnapshotH\x00\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x15.kvasir.v1.LoadReportH\x00\x42\x06\n\x04kind"R\n\x06Opened\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvasir.v1.WorkerInfo\x12#\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.kvasir.v1.Refusal"7\n\tStepBatch\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.kvasir.v1.SequenceOutput"\xc1\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvasir.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.kvasir.v1.FinishReason\x12#\n\x07refusal\x18\x05 \x01(\x0b\x32\x12.kvasir.v1.Refusal\x12)\n\x07prefill\x18\x06 \x01(\x0b\x32\x18.kvasir.v1.PrefillReport\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.kvasir.v1.TokenLogprobs\x12)\n\nhypotheses\x18\x08 \x03(\x0b\x32\x15.kvasir.v1.Hypothesis"^\n\nHypothesis\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.kvasir.v1.FinishReason\x12\r\n\x05score\x18\x03 \x01(\x01"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02"\x81\x01\n\rPrefillReport\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12*\n\x07outcome\x18\x02 \x01(\x0e\x32\x19.kvasir.v1.PrefillOutcome\x12\x19\n\x11prefill_worker_id\x18\x03 \x01(\t\x12\x12\n\npeer_fault\x18\x04 \x01(\x08"J\n\x0cKvEventBatch\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12"\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x12.kvasir.v1.KvEvent"\x95\x01\n\x07KvEvent\x12)\n\x06stored\x18\x01 \x01(\x0b\x32\x17.kvasir.v1.BlocksStoredH\x00\x12+\n\x07removed\x18\x02 \x01(\x0b\x32\x18.kvasir.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x17.kvasir.v1.CacheClearedH\x00\x42\x06\n\x04kind"9\n\x0c\x42locksStored\x12\x13\n\x0bparent_hash\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c"%\n\rBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c"\x0e\n\x0c\x43\x61\x63heCleared"B\n\nKvSnapshot\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08"\xf5\x03\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\x12\x18\n\x10\x61\x63tive_kv_tokens\x18\x04 \x01(\x04\x12\x17\n\x0fkv_blocks_total\x18\x05 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x06 \x01(\r\x12\x18\n\x10kv_blocks_cached\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x1d\n\x04role\x18\t \x01(\x0e\x32\x0f.kvasir.v1.Role\x12\x1b\n\x13prefix_query_tokens\x18\n \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x0b \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x17\n\x0fkv_slots_filled\x18\r \x01(\x04\x12\x19\n\x11kv_slots_reserved\x18\x0e \x01(\x04\x12\x1f\n\x17kv_slots_internal_waste\x18\x0f \x01(\x04\x12\x1f\n\x17kv_slots_external_waste\x18\x10 \x01(\x04\x12\x1e\n\x16kv_block_table_entries\x18\x11 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x12 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x13 \x01(\x04"\x0e\n\x0c\x44rainRequest"\x10\n\x0eUndrainRequest"A\n\x0b\x44rainStatus\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r"/\n\x0eSetRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvasir.v1.Role*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*\xf1\x03\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12"\n\x1eREFUSAL_REASON_INVALID_REQUEST\x10\x01\x12*\n&REFUSAL_REASON_CONTEXT_LENGTH_EXCEEDED\x10\x02\x12"\n\x1eREFUSAL_REASON_MODEL_NOT_FOUND\x10\x03\x12"\n\x1eREFUSAL_REASON_UNAUTHENTICATED\x10\x04\x12$\n REFUSAL_REASON_PAYLOAD_TOO_LARGE\x10\x05\x12\x1d\n\x19REFUSAL_REASON_QUEUE_FULL\x10\x06\x12\x1e\n\x1aREFUSAL_REASON_NO_CAPACITY\x10\x07\x12\x1b\n\x17REFUSAL_REASON_DRAINING\x10\x08\x12"\n\x1eREFUSAL_REASON_LAYOUT_MISMATCH\x10\t\x12!\n\x1dREFUSAL_REASON_EPOCH_MISMATCH\x10\n\x12$\n REFUSAL_REASON_DEADLINE_EXCEEDED\x10\x0b\x12\x1c\n\x18REFUSAL_REASON_CANCELLED\x10\x0c\x12\x1b\n\x17REFUSAL_REASON_INTERNAL\x10\r*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x19\n\x15\x46INISH_REASON_REFUSED\x10\x04*\x88\x01\n\x0ePrefillOutcome\x12\x1f\n\x1bPREFILL_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15PREFILL_OUTCOME_LOCAL\x10\x01\x12\x1a\n\x16PREFILL_OUTCOME_REMOTE\x10\x02\x12\x1e\n\x1aPREFILL_OUTCOME_RECOMPUTED\x10\x03\x32\x8a\x03\n\x06\x45ngine\x12;\n\x07GetInfo\x12\x19.kvasir.v1.GetInfoRequest\x1a\x15.kvasir.v1.WorkerInfo\x12K\n\x0cGetTokenizer\x12\x1e.kvasir.v1.GetTokenizerRequest\x1a\x19.kvasir.v1.TokenizerChunk0\x01\x12\x41\n\x07Session\x12\x18.kvasir.v1.RouterMessage\x1a\x18.kvasir.v1.WorkerMessage(\x01\x30\x01\x12\x38\n\x05\x44rain\x12\x17.kvasir.v1.DrainRequest\x1a\x16.kvasir.v1.DrainStatus\x12<\n\x07Undrain\x12\x19.kvasir.v1.UndrainRequest\x1a\x16.kvasir.v1.DrainStatus\x12;\n\x07SetRole\x12\x19.kvasir.v1.SetRoleRequest\x1a\x15.kvasir.v1.WorkerInfob\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvasir/proto/v1/engine.proto\x12\tkvasir.v1\"S\n\x07Refusal\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvasir.v1.RefusalReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"\x10\n\x0eGetInfoRequest\"\xca\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvasir.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12#\n\x06layout\x18\x06 \x01(\x0b\x32\x13.kvasir.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\t \x01(\t\x12\x17\n\x0fkv_blocks_total\x18\n \x01(\r\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x1c\n\x14max_running_requests\x18\r \x01(\r\x12\x18\n\x10transfer_address\x18\x0e \x01(\t\"\xb3\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x14\n\x0cquantization\x18\x07 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\"\x15\n\x13GetTokenizerRequest\",\n\x0eTokenizerChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xba\x01\n\rRouterMessage\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.kvasir.v1.HelloH\x00\x12#\n\x06submit\x18\x02 \x01(\x0b\x32\x11.kvasir.v1.SubmitH\x00\x12!\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x10.kvasir.v1.AbortH\x00\x12\x36\n\x10snapshot_request\x18\x04 \x01(\x0b\x32\x1a.kvasir.v1.SnapshotRequestH\x00\x42\x06\n\x04kind\"2\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0e\x65xpected_epoch\x18\x02 \x01(\t\"\x92\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvasir.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\'\n\x07prefill\x18\x07 \x01(\x0b\x32\x16.kvasir.v1.PrefillPeer\x12\x10\n\x08\x64\x65\x61\x64line\x18\x08 \x01(\x01\x12\r\n\x05group\x18\t \x01(\t\x12#\n\x04\x62\x65\x61m\x18\n \x01(\x0b\x32\x15.kvasir.v1.BeamSearch\"3\n\nBeamSearch\x12\r\n\x05width\x18\x01 \x01(\r\x12\x16\n\x0elength_penalty\x18\x02 \x01(\x02\"@\n\x0bPrefillPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"\xa0\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.kvasir.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x10\n\x08logprobs\x18\x0e \x01(\x11\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x11\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x11\n\x0fSnapshotRequest\"\xe5\x01\n\rWorkerMessage\x12#\n\x06opened\x18\x01 \x01(\x0b\x32\x11.kvasir.v1.OpenedH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.kvasir.v1.StepBatchH\x00\x12,\n\tkv_events\x18\x03 \x01(\x0b\x32\x17.kvasir.v1.KvEventBatchH\x00\x12,\n\x0bkv_snapshot\x18\x04 \x01(\x0b\x32\x15.kvasir.v1.KvSnapshotH\x00\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x15.kvasir.v1.LoadReportH\x00\x42\x06\n\x04kind\"R\n\x06Opened\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvasir.v1.WorkerInfo\x12#\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.kvasir.v1.Refusal\"7\n\tStepBatch\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.kvasir.v1.SequenceOutput\"\xc1\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvasir.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.kvasir.v1.FinishReason\x12#\n\x07refusal\x18\x05 \x01(\x0b\x32\x12.kvasir.v1.Refusal\x12)\n\x07prefill\x18\x06 \x01(\x0b\x32\x18.kvasir.v1.PrefillReport\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.kvasir.v1.TokenLogprobs\x12)\n\nhypotheses\x18\x08 \x03(\x0b\x32\x15.kvasir.v1.Hypothesis\"^\n\nHypothesis\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.kvasir.v1.FinishReason\x12\r\n\x05score\x18\x03 \x01(\x01\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\x81\x01\n\rPrefillReport\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12*\n\x07outcome\x18\x02 \x01(\x0e\x32\x19.kvasir.v1.PrefillOutcome\x12\x19\n\x11prefill_worker_id\x18\x03 \x01(\t\x12\x12\n\npeer_fault\x18\x04 \x01(\x08\"J\n\x0cKvEventBatch\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12\"\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x12.kvasir.v1.KvEvent\"\x95\x01\n\x07KvEvent\x12)\n\x06stored\x18\x01 \x01(\x0b\x32\x17.kvasir.v1.BlocksStoredH\x00\x12+\n\x07removed\x18\x02 \x01(\x0b\x32\x18.kvasir.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x17.kvasir.v1.CacheClearedH\x00\x42\x06\n\x04kind\"9\n\x0c\x42locksStored\x12\x13\n\x0bparent_hash\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"%\n\rBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared\"B\n\nKvSnapshot\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\"\xf5\x03\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\x12\x18\n\x10\x61\x63tive_kv_tokens\x18\x04 \x01(\x04\x12\x17\n\x0fkv_blocks_total\x18\x05 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x06 \x01(\r\x12\x18\n\x10kv_blocks_cached\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x1d\n\x04role\x18\t \x01(\x0e\x32\x0f.kvasir.v1.Role\x12\x1b\n\x13prefix_query_tokens\x18\n \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x0b \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x17\n\x0fkv_slots_filled\x18\r \x01(\x04\x12\x19\n\x11kv_slots_reserved\x18\x0e \x01(\x04\x12\x1f\n\x17kv_slots_internal_waste\x18\x0f \x01(\x04\x12\x1f\n\x17kv_slots_external_waste\x18\x10 \x01(\x04\x12\x1e\n\x16kv_block_table_entries\x18\x11 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x12 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x13 \x01(\x04\"\x0e\n\x0c\x44rainRequest\"\x10\n\x0eUndrainRequest\"A\n\x0b\x44rainStatus\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\"/\n\x0eSetRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvasir.v1.Role*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*\xf1\x03\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1eREFUSAL_REASON_INVALID_REQUEST\x10\x01\x12*\n&REFUSAL_REASON_CONTEXT_LENGTH_EXCEEDED\x10\x02\x12\"\n\x1eREFUSAL_REASON_MODEL_NOT_FOUND\x10\x03\x12\"\n\x1eREFUSAL_REASON_UNAUTHENTICATED\x10\x04\x12$\n REFUSAL_REASON_PAYLOAD_TOO_LARGE\x10\x05\x12\x1d\n\x19REFUSAL_REASON_QUEUE_FULL\x10\x06\x12\x1e\n\x1aREFUSAL_REASON_NO_CAPACITY\x10\x07\x12\x1b\n\x17REFUSAL_REASON_DRAINING\x10\x08\x12\"\n\x1eREFUSAL_REASON_LAYOUT_MISMATCH\x10\t\x12!\n\x1dREFUSAL_REASON_EPOCH_MISMATCH\x10\n\x12$\n REFUSAL_REASON_DEADLINE_EXCEEDED\x10\x0b\x12\x1c\n\x18REFUSAL_REASON_CANCELLED\x10\x0c\x12\x1b\n\x17REFUSAL_REASON_INTERNAL\x10\r*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x19\n\x15\x46INISH_REASON_REFUSED\x10\x04*\x88\x01\n\x0ePrefillOutcome\x12\x1f\n\x1bPREFILL_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15PREFILL_OUTCOME_LOCAL\x10\x01\x12\x1a\n\x16PREFILL_OUTCOME_REMOTE\x10\x02\x12\x1e\n\x1aPREFILL_OUTCOME_RECOMPUTED\x10\x03\x32\x8a\x03\n\x06\x45ngine\x12;\n\x07GetInfo\x12\x19.kvasir.v1.GetInfoRequest\x1a\x15.kvasir.v1.WorkerInfo\x12K\n\x0cGetTokenizer\x12\x1e.kvasir.v1.GetTokenizerRequest\x1a\x19.kvasir.v1.TokenizerChunk0\x01\x12\x41\n\x07Session\x12\x18.kvasir.v1.RouterMessage\x1a\x18.kvasir.v1.WorkerMessage(\x01\x30\x01\x12\x38\n\x05\x44rain\x12\x17.kvasir.v1.DrainRequest\x1a\x16.kvasir.v1.DrainStatus\x12<\n\x07Undrain\x12\x19.kvasir.v1.UndrainRequest\x1a\x16.kvasir.v1.DrainStatus\x12;\n\x07SetRole\x12\x19.kvasir.v1.SetRoleRequest\x1a\x15.kvasir.v1.WorkerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "kvasir.proto.v1.engine_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvasir.proto.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_ROLE"]._serialized_start = 3910
-    _globals["_ROLE"]._serialized_end = 3988
-    _globals["_REFUSALREASON"]._serialized_start = 3991
-    _globals["_REFUSALREASON"]._serialized_end = 4488
-    _globals["_FINISHREASON"]._serialized_start = 4491
-    _globals["_FINISHREASON"]._serialized_end = 4640
-    _globals["_PREFILLOUTCOME"]._serialized_start = 4643
-    _globals["_PREFILLOUTCOME"]._serialized_end = 4779
-    _globals["_REFUSAL"]._serialized_start = 43
-    _globals["_REFUSAL"]._serialized_end = 126
-    _globals["_GETINFOREQUEST"]._serialized_start = 128
-    _globals["_GETINFOREQUEST"]._serialized_end = 144
-    _globals["_WORKERINFO"]._serialized_start = 147
-    _globals["_WORKERINFO"]._serialized_end = 477
-    _globals["_KVLAYOUT"]._serialized_start = 480
-    _globals["_KVLAYOUT"]._serialized_end = 659
-    _globals["_GETTOKENIZERREQUEST"]._serialized_start = 661
-    _globals["_GETTOKENIZERREQUEST"]._serialized_end = 682
-    _globals["_TOKENIZERCHUNK"]._serialized_start = 684
-    _globals["_TOKENIZERCHUNK"]._serialized_end = 728
-    _globals["_ROUTERMESSAGE"]._serialized_start = 731
-    _globals["_ROUTERMESSAGE"]._serialized_end = 917
-    _globals["_HELLO"]._serialized_start = 919
-    _globals["_HELLO"]._serialized_end = 969
-    _globals["_SUBMIT"]._serialized_start = 972
-    _globals["_SUBMIT"]._serialized_end = 1246
-    _globals["_BEAMSEARCH"]._serialized_start = 1248
-    _globals["_BEAMSEARCH"]._serialized_end = 1299
-    _globals["_PREFILLPEER"]._serialized_start = 1301
-    _globals["_PREFILLPEER"]._serialized_end = 1365
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 1368
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 1784
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_start = 1736
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_end = 1784
-    _globals["_ABORT"]._serialized_start = 1786
-    _globals["_ABORT"]._serialized_end = 1813
-    _globals["_SNAPSHOTREQUEST"]._serialized_start = 1815
-    _globals["_SNAPSHOTREQUEST"]._serialized_end = 1832
-    _globals["_WORKERMESSAGE"]._serialized_start = 1835
-    _globals["_WORKERMESSAGE"]._serialized_end = 2064
-    _globals["_OPENED"]._serialized_start = 2066
-    _globals["_OPENED"]._serialized_end = 2148
-    _globals["_STEPBATCH"]._serialized_start = 2150
-    _globals["_STEPBATCH"]._serialized_end = 2205
-    _globals["_SEQUENCEOUTPUT"]._serialized_start = 2208
-    _globals["_SEQUENCEOUTPUT"]._serialized_end = 2529
-    _globals["_HYPOTHESIS"]._serialized_start = 2531
-    _globals["_HYPOTHESIS"]._serialized_end = 2625
-    _globals["_TOKENLOGPROBS"]._serialized_start = 2627
-    _globals["_TOKENLOGPROBS"]._serialized_end = 2712
-    _globals["_PREFILLREPORT"]._serialized_start = 2715
-    _globals["_PREFILLREPORT"]._serialized_end = 2844
-    _globals["_KVEVENTBATCH"]._serialized_start = 2846
-    _globals["_KVEVENTBATCH"]._serialized_end = 2920
-    _globals["_KVEVENT"]._serialized_start = 2923
-    _globals["_KVEVENT"]._serialized_end = 3072
-    _globals["_BLOCKSSTORED"]._serialized_start = 3074
-    _globals["_BLOCKSSTORED"]._serialized_end = 3131
-    _globals["_BLOCKSREMOVED"]._serialized_start = 3133
-    _globals["_BLOCKSREMOVED"]._serialized_end = 3170
-    _globals["_CACHECLEARED"]._serialized_start = 3172
-    _globals["_CACHECLEARED"]._serialized_end = 3186
-    _globals["_KVSNAPSHOT"]._serialized_start = 3188
-    _globals["_KVSNAPSHOT"]._serialized_end = 3254
-    _globals["_LOADREPORT"]._serialized_start = 3257
-    _globals["_LOADREPORT"]._serialized_end = 3758
-    _globals["_DRAINREQUEST"]._serialized_start = 3760
-    _globals["_DRAINREQUEST"]._serialized_end = 3774
-    _globals["_UNDRAINREQUEST"]._serialized_start = 3776
-    _globals["_UNDRAINREQUEST"]._serialized_end = 3792
-    _globals["_DRAINSTATUS"]._serialized_start = 3794
-    _globals["_DRAINSTATUS"]._serialized_end = 3859
-    _globals["_SETROLEREQUEST"]._serialized_start = 3861
-    _globals["_SETROLEREQUEST"]._serialized_end = 3908
-    _globals["_ENGINE"]._serialized_start = 4782
-    _globals["_ENGINE"]._serialized_end = 5176
+  DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_ROLE']._serialized_start=3910
+  _globals['_ROLE']._serialized_end=3988
+  _globals['_REFUSALREASON']._serialized_start=3991
+  _globals['_REFUSALREASON']._serialized_end=4488
+  _globals['_FINISHREASON']._serialized_start=4491
+  _globals['_FINISHREASON']._serialized_end=4640
+  _globals['_PREFILLOUTCOME']._serialized_start=4643
+  _globals['_PREFILLOUTCOME']._serialized_end=4779
+  _globals['_REFUSAL']._serialized_start=43
+  _globals['_REFUSAL']._serialized_end=126
+  _globals['_GETINFOREQUEST']._serialized_start=128
+  _globals['_GETINFOREQUEST']._serialized_end=144
+  _globals['_WORKERINFO']._serialized_start=147
+  _globals['_WORKERINFO']._serialized_end=477
+  _globals['_KVLAYOUT']._serialized_start=480
+  _globals['_KVLAYOUT']._serialized_end=659
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=661
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=682
+  _globals['_TOKENIZERCHUNK']._serialized_start=684
+  _globals['_TOKENIZERCHUNK']._serialized_end=728
+  _globals['_ROUTERMESSAGE']._serialized_start=731
+  _globals['_ROUTERMESSAGE']._serialized_end=917
+  _globals['_HELLO']._serialized_start=919
+  _globals['_HELLO']._serialized_end=969
+  _globals['_SUBMIT']._serialized_start=972
+  _globals['_SUBMIT']._serialized_end=1246
+  _globals['_BEAMSEARCH']._serialized_start=1248
+  _globals['_BEAMSEARCH']._serialized_end=1299
+  _globals['_PREFILLPEER']._serialized_start=1301
+  _globals['_PREFILLPEER']._serialized_end=1365
+  _globals['_SAMPLINGPARAMS']._serialized_start=1368
+  _globals['_SAMPLINGPARAMS']._serialized_end=1784
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1736
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1784
+  _globals['_ABORT']._serialized_start=1786
+  _globals['_ABORT']._serialized_end=1813
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1815
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1832
+  _globals['_WORKERMESSAGE']._serialized_start=1835
+  _globals['_WORKERMESSAGE']._serialized_end=2064
+  _globals['_OPENED']._serialized_start=2066
+  _globals['_OPENED']._serialized_end=2148
+  _globals['_STEPBATCH']._serialized_start=2150
+  _globals['_STEPBATCH']._serialized_end=2205
+  _globals['_SEQUENCEOUTPUT']._serialized_start=2208
+  _globals['_SEQUENCEOUTPUT']._serialized_end=2529
+  _globals['_HYPOTHESIS']._serialized_start=2531
+  _globals['_HYPOTHESIS']._serialized_end=2625
+  _globals['_TOKENLOGPROBS']._serialized_start=2627
+  _globals['_TOKENLOGPROBS']._serialized_end=2712
+  _globals['_PREFILLREPORT']._serialized_start=2715
+  _globals['_PREFILLREPORT']._serialized_end=2844
+  _globals['_KVEVENTBATCH']._serialized_start=2846
+  _globals['_KVEVENTBATCH']._serialized_end=2920
+  _globals['_KVEVENT']._serialized_start=2923
+  _globals['_KVEVENT']._serialized_end=3072
+  _globals['_BLOCKSSTORED']._serialized_start=3074
+  _globals['_BLOCKSSTORED']._serialized_end=3131
+  _globals['_BLOCKSREMOVED']._serialized_start=3133
+  _globals['_BLOCKSREMOVED']._serialized_end=3170
+  _globals['_CACHECLEARED']._serialized_start=3172
+  _globals['_CACHECLEARED']._serialized_end=3186
+  _globals['_KVSNAPSHOT']._serialized_start=3188
+  _globals['_KVSNAPSHOT']._serialized_end=3254
+  _globals['_LOADREPORT']._serialized_start=3257
+  _globals['_LOADREPORT']._serialized_end=3758
+  _globals['_DRAINREQUEST']._serialized_start=3760
+  _globals['_DRAINREQUEST']._serialized_end=3774
+  _globals['_UNDRAINREQUEST']._serialized_start=3776
+  _globals['_UNDRAINREQUEST']._serialized_end=3792
+  _globals['_DRAINSTATUS']._serialized_start=3794
+  _globals['_DRAINSTATUS']._serialized_end=3859
+  _globals['_SETROLEREQUEST']._serialized_start=3861
+  _globals['_SETROLEREQUEST']._serialized_end=3908
+  _globals['_ENGINE']._serialized_start=4782
+  _globals['_ENGINE']._serialized_end=5176
 # @@protoc_insertion_point(module_scope)

@@ -48,9 +48,7 @@ class _RefusalReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _RefusalReasonEnumTypeWrapper(
-    _enum_type_wrapper._EnumTypeWrapper[_RefusalReason.ValueType], _builtins.type
-):
+class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
     REFUSAL_REASON_INVALID_REQUEST: _RefusalReason.ValueType  # 1
@@ -92,9 +90,7 @@ class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _FinishReasonEnumTypeWrapper(
-    _enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type
-):
+class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
@@ -121,9 +117,7 @@ class _PrefillOutcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _PrefillOutcomeEnumTypeWrapper(
-    _enum_type_wrapper._EnumTypeWrapper[_PrefillOutcome.ValueType], _builtins.type
-):
+class _PrefillOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefillOutcome.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PREFILL_OUTCOME_UNSPECIFIED: _PrefillOutcome.ValueType  # 0
     PREFILL_OUTCOME_LOCAL: _PrefillOutcome.ValueType  # 1
@@ -165,9 +159,7 @@ class Refusal(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "message", b"message", "param", b"param", "reason", b"reason"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "param", b"param", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,36 +241,7 @@ class WorkerInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "draining",
-        b"draining",
-        "epoch",
-        b"epoch",
-        "kv_blocks_total",
-        b"kv_blocks_total",
-        "layout",
-        b"layout",
-        "max_model_len",
-        b"max_model_len",
-        "max_running_requests",
-        b"max_running_requests",
-        "model",
-        b"model",
-        "revision",
-        b"revision",
-        "role",
-        b"role",
-        "tokenizer_hash",
-        b"tokenizer_hash",
-        "transfer_address",
-        b"transfer_address",
-        "version",
-        b"version",
-        "vocab_size",
-        b"vocab_size",
-        "worker_id",
-        b"worker_id",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "kv_blocks_total", b"kv_blocks_total", "layout", b"layout", "max_model_len", b"max_model_len", "max_running_requests", b"max_running_requests", "model", b"model", "revision", b"revision", "role", b"role", "tokenizer_hash", b"tokenizer_hash", "transfer_address", b"transfer_address", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,24 +288,7 @@ class KvLayout(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "block_size",
-        b"block_size",
-        "dtype",
-        b"dtype",
-        "head_dim",
-        b"head_dim",
-        "model_fingerprint",
-        b"model_fingerprint",
-        "num_kv_heads",
-        b"num_kv_heads",
-        "num_layers",
-        b"num_layers",
-        "quantization",
-        b"quantization",
-        "tensor_parallel",
-        b"tensor_parallel",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "quantization", b"quantization", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,39 +357,13 @@ class RouterMessage(_message.Message):
         abort: Global___Abort | None = ...,
         snapshot_request: Global___SnapshotRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "abort",
-        b"abort",
-        "hello",
-        b"hello",
-        "kind",
-        b"kind",
-        "snapshot_request",
-        b"snapshot_request",
-        "submit",
-        b"submit",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "snapshot_request", b"snapshot_request", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "abort",
-        b"abort",
-        "hello",
-        b"hello",
-        "kind",
-        b"kind",
-        "snapshot_request",
-        b"snapshot_request",
-        "submit",
-        b"submit",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "snapshot_request", b"snapshot_request", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal[
-        "hello", "submit", "abort", "snapshot_request"
-    ]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort", "snapshot_request"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_kind
-    ) -> _WhichOneofReturnType_kind | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
 
@@ -464,9 +384,7 @@ class Hello(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "expected_epoch", b"expected_epoch", "router_id", b"router_id"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_epoch", b"expected_epoch", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,32 +450,9 @@ class Submit(_message.Message):
         group: _builtins.str = ...,
         beam: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "beam", b"beam", "prefill", b"prefill", "sampling", b"sampling"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "prefill", b"prefill", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "beam",
-        b"beam",
-        "cache_salt",
-        b"cache_salt",
-        "deadline",
-        b"deadline",
-        "group",
-        b"group",
-        "output_token_ids",
-        b"output_token_ids",
-        "prefill",
-        b"prefill",
-        "priority",
-        b"priority",
-        "prompt_token_ids",
-        b"prompt_token_ids",
-        "request_id",
-        b"request_id",
-        "sampling",
-        b"sampling",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_salt", b"cache_salt", "deadline", b"deadline", "group", b"group", "output_token_ids", b"output_token_ids", "prefill", b"prefill", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -581,9 +476,7 @@ class BeamSearch(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "length_penalty", b"length_penalty", "width", b"width"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -609,9 +502,7 @@ class PrefillPeer(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "address", b"address", "epoch", b"epoch", "worker_id", b"worker_id"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -702,38 +593,7 @@ class SamplingParams(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "frequency_penalty",
-        b"frequency_penalty",
-        "ignore_eos",
-        b"ignore_eos",
-        "logit_bias",
-        b"logit_bias",
-        "logprobs",
-        b"logprobs",
-        "max_tokens",
-        b"max_tokens",
-        "min_p",
-        b"min_p",
-        "min_tokens",
-        b"min_tokens",
-        "presence_penalty",
-        b"presence_penalty",
-        "prompt_logprobs",
-        b"prompt_logprobs",
-        "repetition_penalty",
-        b"repetition_penalty",
-        "seed",
-        b"seed",
-        "stop_token_ids",
-        b"stop_token_ids",
-        "temperature",
-        b"temperature",
-        "top_k",
-        b"top_k",
-        "top_p",
-        b"top_p",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -805,43 +665,13 @@ class WorkerMessage(_message.Message):
         kv_snapshot: Global___KvSnapshot | None = ...,
         load: Global___LoadReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "kind",
-        b"kind",
-        "kv_events",
-        b"kv_events",
-        "kv_snapshot",
-        b"kv_snapshot",
-        "load",
-        b"load",
-        "opened",
-        b"opened",
-        "step",
-        b"step",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "kv_events", b"kv_events", "kv_snapshot", b"kv_snapshot", "load", b"load", "opened", b"opened", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "kind",
-        b"kind",
-        "kv_events",
-        b"kv_events",
-        "kv_snapshot",
-        b"kv_snapshot",
-        "load",
-        b"load",
-        "opened",
-        b"opened",
-        "step",
-        b"step",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "kv_events", b"kv_events", "kv_snapshot", b"kv_snapshot", "load", b"load", "opened", b"opened", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal[
-        "opened", "step", "kv_events", "kv_snapshot", "load"
-    ]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "step", "kv_events", "kv_snapshot", "load"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_kind
-    ) -> _WhichOneofReturnType_kind | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
 
@@ -921,9 +751,7 @@ class SequenceOutput(_message.Message):
         """Set on the first message with tokens."""
 
     @_builtins.property
-    def prompt_logprobs(
-        self,
-    ) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """Set with the first tokens if prompt_logprobs were asked for: one entry per
         prompt token; the first one has nothing before it and is empty.
         """
@@ -946,24 +774,7 @@ class SequenceOutput(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "finish_reason",
-        b"finish_reason",
-        "hypotheses",
-        b"hypotheses",
-        "logprobs",
-        b"logprobs",
-        "prefill",
-        b"prefill",
-        "prompt_logprobs",
-        b"prompt_logprobs",
-        "refusal",
-        b"refusal",
-        "request_id",
-        b"request_id",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "hypotheses", b"hypotheses", "logprobs", b"logprobs", "prefill", b"prefill", "prompt_logprobs", b"prompt_logprobs", "refusal", b"refusal", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -990,9 +801,7 @@ class Hypothesis(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "finish_reason", b"finish_reason", "score", b"score", "token_ids", b"token_ids"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1023,16 +832,7 @@ class TokenLogprobs(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "logprob",
-        b"logprob",
-        "rank",
-        b"rank",
-        "top_ids",
-        b"top_ids",
-        "top_logprobs",
-        b"top_logprobs",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1064,16 +864,7 @@ class PrefillReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "cached_tokens",
-        b"cached_tokens",
-        "outcome",
-        b"outcome",
-        "peer_fault",
-        b"peer_fault",
-        "prefill_worker_id",
-        b"prefill_worker_id",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "outcome", b"outcome", "peer_fault", b"peer_fault", "prefill_worker_id", b"prefill_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1097,9 +888,7 @@ class KvEventBatch(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "events", b"events", "first_sequence", b"first_sequence"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "first_sequence", b"first_sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1125,19 +914,13 @@ class KvEvent(_message.Message):
         removed: Global___BlocksRemoved | None = ...,
         cleared: Global___CacheCleared | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "cleared", b"cleared", "kind", b"kind", "removed", b"removed", "stored", b"stored"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "kind", b"kind", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "cleared", b"cleared", "kind", b"kind", "removed", b"removed", "stored", b"stored"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "kind", b"kind", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_kind
-    ) -> _WhichOneofReturnType_kind | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
 
@@ -1163,9 +946,7 @@ class BlocksStored(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "block_hashes", b"block_hashes", "parent_hash", b"parent_hash"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "parent_hash", b"parent_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1230,9 +1011,7 @@ class KvSnapshot(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "block_hashes", b"block_hashes", "last", b"last", "sequence", b"sequence"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "last", b"last", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1318,46 +1097,7 @@ class LoadReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "accepted_tokens",
-        b"accepted_tokens",
-        "active_kv_tokens",
-        b"active_kv_tokens",
-        "draft_tokens",
-        b"draft_tokens",
-        "draining",
-        b"draining",
-        "kv_block_table_entries",
-        b"kv_block_table_entries",
-        "kv_blocks_cached",
-        b"kv_blocks_cached",
-        "kv_blocks_total",
-        b"kv_blocks_total",
-        "kv_blocks_used",
-        b"kv_blocks_used",
-        "kv_slots_external_waste",
-        b"kv_slots_external_waste",
-        "kv_slots_filled",
-        b"kv_slots_filled",
-        "kv_slots_internal_waste",
-        b"kv_slots_internal_waste",
-        "kv_slots_reserved",
-        b"kv_slots_reserved",
-        "preemptions",
-        b"preemptions",
-        "prefix_hit_tokens",
-        b"prefix_hit_tokens",
-        "prefix_query_tokens",
-        b"prefix_query_tokens",
-        "queued_prefill_tokens",
-        b"queued_prefill_tokens",
-        "role",
-        b"role",
-        "running",
-        b"running",
-        "waiting",
-        b"waiting",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "active_kv_tokens", b"active_kv_tokens", "draft_tokens", b"draft_tokens", "draining", b"draining", "kv_block_table_entries", b"kv_block_table_entries", "kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_slots_external_waste", b"kv_slots_external_waste", "kv_slots_filled", b"kv_slots_filled", "kv_slots_internal_waste", b"kv_slots_internal_waste", "kv_slots_reserved", b"kv_slots_reserved", "preemptions", b"preemptions", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1412,9 +1152,7 @@ class DrainStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "draining", b"draining", "running", b"running", "waiting", b"waiting"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
