@@ -1,4 +1,7 @@
-"""The decoder on the CPU kernels against the float32 one in torch, on tiny models of every kind."""
+"""The decoder on the CPU kernels against the float32 one in torch, on tiny models of every kind.
+
+On every instruction set that this machine can run, not the best one alone.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -10,18 +13,22 @@ import torch
 from helpers.models import TINY, load, save_tiny
 from kvasir.worker import loader
 from kvasir.worker.contracts import Chunk, StepPlan
-from kvasir.worker.kernels.library import Unavailable, find_kernels
+from kvasir.worker.kernels.library import Unavailable, load_kernels
+from kvasir.worker.kernels.targets import TARGETS, usable_targets
 from kvasir.worker.loader import LoadedModel
 
 PROMPT = tuple(range(20, 150))
 BLOCKS = (7, 3, 9, 1, 14, 5, 12, 2, 11)
 
 
-@pytest.fixture(autouse=True)
-def kernels() -> None:
-    found = find_kernels()
+@pytest.fixture(autouse=True, params=[target.name for target in usable_targets()])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that are loaded run on the kernels of one target."""
+    target = next(target for target in TARGETS if target.name == request.param)
+    found = load_kernels(target)
     if isinstance(found, Unavailable):
         pytest.skip(f"NO CPU KERNELS TO TEST: {found.reason}")
+    monkeypatch.setattr(loader, "find_kernels", lambda: found)
 
 
 def logprobs(loaded: LoadedModel, cuts: Sequence[int], beside: bool = False) -> torch.Tensor:

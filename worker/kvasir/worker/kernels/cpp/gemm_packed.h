@@ -20,6 +20,8 @@ inline void complete(const Matrix& matrix, int block, int count, float* values) 
 struct Blocks {
   const bf16* data;
   ptrdiff_t stride;
+
+  Blocks from(int index) const { return {data + index * stride, stride}; }
 };
 
 // Blocks [first, first + count) where they are, or widened into a buffer of this thread's until its next call.
@@ -77,14 +79,17 @@ void multiply_packed(const Matrix& matrix, const Rows& a, Range rows, Range bloc
   if (rows.first == rows.end) return;
   const Tiling tiling(rows.end - rows.first, matrix.planes());
   for (int block = blocks.first, width; block < blocks.end; block += width) {
-    width = tiling.width(blocks.end - block);
+    const int tile = tiling.width(blocks.end - block);
+    width = std::max(tile, std::min(2, blocks.end - block));  // pairs stay together, however narrow the tiles are
     const Blocks widened = matrix.by_bytes() ? Blocks{} : bf16_blocks(matrix, block, width);
     // The next blocks are fetched while the first tiles are computed, one for each: the hardware sees too late where
     // they are.
     int next = block + width;
     for (int row = rows.first, height; row < rows.end; row += height) {
       height = std::min(tiling.height, rows.end - row);
-      multiply_tile(matrix, a, row, height, widened, block, width, matrix.block(next), sums, kStride);
+      for (int i = 0; i < width; i += tile)
+        multiply_tile(matrix, a, row, height, widened.from(i), block + i, tile, matrix.block(next), sums + i * kBlock,
+                      kStride);
       if (next + 1 < block + 2 * width) next++;
       for (int i = 0; i < height; i++) {
         float* values = sums + i * kStride;
