@@ -34,6 +34,7 @@ class FakeModel:
 
     runner: FakeRunner
     layout: pb.KvLayout
+    weight_bytes: int = 0
     vocab_size: int = VOCAB_SIZE
     eos_token_ids: frozenset[int] = frozenset()
     max_model_len: int = MAX_MODEL_LEN

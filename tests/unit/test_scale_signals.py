@@ -34,7 +34,7 @@ from kvasir.operator.signals import (
 )
 from kvasir.router.metrics import RouterMetrics
 from kvasir.worker.contracts import Load
-from kvasir.worker.metrics import CacheConfig, WorkerMetrics
+from kvasir.worker.metrics import CacheConfig, Memory, WorkerMetrics
 
 NOW = 1000.0
 SETTINGS = Settings()
@@ -67,13 +67,16 @@ def test_what_a_worker_really_exports() -> None:
         prefill_tokens=4800,
         busy_seconds=2.5,
     )
-    metrics = WorkerMetrics("m", CacheConfig(16, 40, prefix_caching=True), lambda: load)
+    cache = CacheConfig(16, 40, prefix_caching=True)
+    metrics = WorkerMetrics("m", cache, Memory(weights=1000, kv=4000), lambda: load)
     metrics.first_output(0.3)
     metrics.next_output(0.02)
     metrics.next_output(0.04)
     metrics.generated(3)
     text = generate_latest(metrics.registry).decode()
     assert 'vllm:generation_tokens_total{model_name="m"} 3.0' in text
+    assert 'kvasir_worker_memory_bytes{model_name="m",part="weights"} 1000.0' in text
+    assert 'kvasir_worker_memory_bytes{model_name="m",part="kv"} 4000.0' in text
     sample = worker_sample(text)
     assert sample.ttft != Missing.ABSENT
     assert isinstance(sample.itl, Histogram)

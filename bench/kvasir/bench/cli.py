@@ -12,6 +12,7 @@ from kvasir.bench.prefix_command import prefix
 from kvasir.bench.quality_command import quality
 from kvasir.bench.serve_command import serve
 from kvasir.bench.speculation_command import speculation
+from kvasir.bench.startup_command import startup
 
 
 @click.group()
@@ -33,3 +34,4 @@ bench.add_command(kv)
 bench.add_command(disaggregation)
 bench.add_command(speculation)
 bench.add_command(quality)
+bench.add_command(startup)

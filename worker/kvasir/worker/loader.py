@@ -14,7 +14,7 @@ import torch
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.kernels.library import Kernels, find_kernels
-from kvasir.worker.kernels.memory import return_free_memory
+from kvasir.worker.kernels.memory import release_library_pages, return_free_memory
 from kvasir.worker.model.backend import Decoder
 from kvasir.worker.model.config import ModelConfig
 from kvasir.worker.model.decoder import TorchDecoder
@@ -49,6 +49,10 @@ class LoadedModel:
     layout: pb.KvLayout
     tokenizer_files: dict[str, bytes]
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.runner.weight_bytes
+
 
 def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedModel:
     """Load the configured model.
@@ -78,6 +82,7 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     progress(f"allocating {num_blocks} KV blocks")
     cache = KvCache(model, num_blocks, config.block_size, dtype, device)
     return_free_memory()
+    release_library_pages()
     return LoadedModel(
         runner=TorchRunner(
             decoder, cache, source.eos_token_ids, _draft_model(config, source, decoder)

@@ -9,7 +9,7 @@ the worker's own settings or from closed sets, so the number of series is fixed.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -33,6 +33,14 @@ class CacheConfig:
     prefix_caching: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that this worker was told to hold; all else in its resident size is the program."""
+
+    weights: int
+    kv: int
+
+
 class WorkerMetrics:
     """All series of one worker, in a registry of their own.
 
@@ -40,9 +48,20 @@ class WorkerMetrics:
     payload bytes on each side.
     """
 
-    def __init__(self, model_name: str, cache: CacheConfig, load: Callable[[], Load]) -> None:
+    def __init__(
+        self, model_name: str, cache: CacheConfig, memory: Memory, load: Callable[[], Load]
+    ) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
+        ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(model_name, cache, load))
+        held = Gauge(
+            "kvasir_worker_memory_bytes",
+            "Memory of the weights, as they are held, and of all KV blocks.",
+            ["model_name", "part"],
+            registry=self.registry,
+        )
+        held.labels(model_name, "weights").set(memory.weights)
+        held.labels(model_name, "kv").set(memory.kv)
         self._ttft = Histogram(
             "vllm:time_to_first_token_seconds",
             "Time from the arrival of a request, or of another worker's call for its prefill, at "

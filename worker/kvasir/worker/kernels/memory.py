@@ -5,12 +5,22 @@ for every 64 cache lines; 2 MiB pages were worth a factor of two for attention i
 """
 
 import ctypes
+import errno
 import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 _PAGE = 2 * 1024**2
+_SMAPS = Path("/proc/self/smaps")
+_HEADER = re.compile(
+    r"^(?P<first>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<permissions>\S+) \S+ \S+ \d+ *(?P<file>.*)$",
+    re.MULTILINE,
+)
+_CLEAN = re.compile(r"^Anonymous: +0 kB$", re.MULTILINE)
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -40,15 +50,16 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         area = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size} bytes cannot be mapped ({error.strerror})") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(area)
     offset = -torch.frombuffer(area, dtype=torch.uint8, count=1).data_ptr() % _PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # The rest, less than a huge page, would take a whole one.
+        _advise(area, offset, size // _PAGE * _PAGE)
     return torch.frombuffer(area, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _advise(area: mmap.mmap) -> None:
+def _advise(area: mmap.mmap, start: int, size: int) -> None:
     try:
-        area.madvise(mmap.MADV_HUGEPAGE)
+        area.madvise(mmap.MADV_HUGEPAGE, start, size)
     except OSError:
         # A kernel without huge pages: ordinary ones serve, more slowly.
         return
@@ -62,3 +73,32 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def release_library_pages() -> None:
+    """Unmap the clean pages of shared libraries; what is used again comes back by itself.
+
+    Initialization alone touches 200 MiB of torch's libraries, most of it in those for GPUs. Only
+    mappings of which this process has no page of its own are let go: their bytes are the file's.
+    Locked memory stays.
+    """
+    if not _SMAPS.is_file():
+        return
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for start, end in _clean_mappings(_SMAPS.read_text()):
+        if advise(start, end - start, mmap.MADV_DONTNEED) and ctypes.get_errno() != errno.EINVAL:
+            raise OSError(ctypes.get_errno(), "madvise")
+
+
+def _clean_mappings(smaps: str) -> Iterator[tuple[int, int]]:
+    """First address and end of each library's mapping that is read-only and all from its file.
+
+    ``smaps``: as proc_pid_smaps(5) describes it.
+    """
+    found = list(_HEADER.finditer(smaps))
+    ends = [*(match.start() for match in found[1:]), len(smaps)]
+    for match, end in zip(found, ends, strict=True):
+        clean = _CLEAN.search(smaps, match.end(), end)
+        if clean and "w" not in match["permissions"] and ".so" in Path(match["file"]).name:
+            yield int(match["first"], 16), int(match["end"], 16)

@@ -18,7 +18,7 @@ from kvasir.worker.config import WorkerConfig
 from kvasir.worker.contracts import Runner
 from kvasir.worker.engine import Engine
 from kvasir.worker.limits import scheduler_config
-from kvasir.worker.metrics import CacheConfig, WorkerMetrics
+from kvasir.worker.metrics import CacheConfig, Memory, WorkerMetrics
 from kvasir.worker.scheduler import Scheduler
 from kvasir.worker.service.bridge import LoopBridge
 from kvasir.worker.service.engine_service import EngineService
@@ -50,6 +50,8 @@ class ServedModel(Protocol):
 
     @property
     def runner(self) -> Runner: ...
+    @property
+    def weight_bytes(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -90,7 +92,8 @@ class WorkerServer:
             on_fatal=on_fatal,
         )
         cache = CacheConfig(config.block_size, model.runner.num_blocks, config.prefix_caching)
-        self.metrics = WorkerMetrics(config.served_name, cache, self.engine.load)
+        memory = Memory(model.weight_bytes, model.runner.num_blocks * model.runner.block_bytes)
+        self.metrics = WorkerMetrics(config.served_name, cache, memory, self.engine.load)
         limits = Limits(
             model.vocab_size, model.max_model_len, config.block_size, model.eos_token_ids
         )

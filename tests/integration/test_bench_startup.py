@@ -1,0 +1,41 @@
+"""`kvasir bench startup`: what is added up, and one start of a tiny model."""
+
+import asyncio
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders
+
+from helpers.models import save_tiny
+from kvasir.bench.startup import Start, measure, summarize
+from kvasir.bench.stats import Spread
+from kvasir.worker.config import WorkerConfig
+
+
+def test_what_is_neither_weights_nor_kv_is_the_rest() -> None:
+    figure = summarize([Start(3.0, 100, 500, 900, 950), Start(5.0, 100, 500, 1000, 1100)])
+    assert figure.ready_s == Spread(4.0, 3.0, 5.0)
+    assert figure.other == Spread(350, 300, 400)
+    assert figure.other_serving == Spread(425, 350, 500)
+
+
+def test_one_start(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    worker = WorkerConfig(
+        worker_id="w",
+        model=f"file://{tmp_path}",
+        dtype="float32",
+        threads=1,
+        max_model_len=128,
+        max_batched_tokens=64,
+        kv_cache_memory=16 * 1024**2,
+    )
+    (start,) = asyncio.run(measure(worker, 1, 0, lambda _: None))
+    assert start.ready_s > 0
+    parameters = sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) // 4
+    assert 0.5 < start.weights / (4 * parameters) < 1.1
+    assert 0.9 < start.kv / worker.kv_cache_memory <= 1
+    for resident in (start.resident, start.serving):
+        assert start.weights + start.kv < resident < start.weights + start.kv + 600e6
