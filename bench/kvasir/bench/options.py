@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -28,6 +28,31 @@ class Duration(click.ParamType[float]):
         if match is None:
             self.fail(f"{value!r} is not a time: write 500ms, 2s or 1.5m", param, ctx)
         return float(match[1]) * _UNITS[match[2]]
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """Some of ``known``, with commas between them; ``needed``: at least one."""
+
+    name = "name,name,..."
+
+    def __init__(self, known: Sequence[str], *, needed: bool = False) -> None:
+        self._known = tuple(known)
+        self._needed = needed
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        found = tuple(str(value).split(",")) if value else ()
+        for name in found:
+            if name not in self._known:
+                self.fail(f"{name!r} is none of {', '.join(self._known)}", param, ctx)
+        if len(set(found)) != len(found):
+            self.fail(f"{value!r}: none twice", param, ctx)
+        if self._needed and not found:
+            self.fail("name at least one", param, ctx)
+        return found
 
 
 DURATION = Duration()

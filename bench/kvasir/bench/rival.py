@@ -1,6 +1,6 @@
 """An engine to compare with: found in its own environment, run as a process, told what to do.
 
-Speaks the JSON lines that ``rivals/vllm_cpu.py`` describes. Owns the process and ends it.
+Speaks the JSON lines that the package ``rivals`` describes. Owns the process and ends it.
 """
 
 import json
@@ -16,35 +16,53 @@ from typing import Any, Self
 from kvasir.bench import rivals
 from kvasir.bench.timeline import Timeline
 
+VLLM_CPU, LLAMA_CPP = "vllm-cpu", "llama-cpp"
+RIVALS = (VLLM_CPU, LLAMA_CPP)
+STORED = "stored"
 _TAIL_LINES = 15
 
 
 class RivalError(RuntimeError):
-    """The rival failed; ends with the last lines of its own log."""
+    """The rival failed, with the last lines of its own log, or cannot do this at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RivalSettings:
-    """``model`` is a Hugging Face folder; the rest as in WorkerConfig."""
+    """What a rival is to run; limits as in WorkerConfig.
+
+    ``model`` is a Hugging Face folder, for llama-cpp a GGUF file. ``dtype`` is what its weights
+    are computed in; STORED, which llama-cpp alone knows, leaves them as they are in the file.
+    """
 
     model: str
     dtype: str
     max_model_len: int
     max_batched_tokens: int
     max_requests: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """Where deploy/dev/rivals.sh has put vllm-cpu."""
+    """Where deploy/dev/rivals.sh has put the rival of this name."""
 
+    name: str
     home: Path
 
     @property
     def python(self) -> Path:
         return self.home / "venv" / "bin" / "python"
 
+    @property
+    def script(self) -> Path:
+        """What this rival's own Python runs."""
+        return Path(next(iter(rivals.__path__))) / f"{self.name.replace('-', '_')}.py"
+
     def environment(self, threads: int) -> dict[str, str]:
+        """What the rival wants beside ours."""
+        return self._vllm_environment(threads) if self.name == VLLM_CPU else {}
+
+    def _vllm_environment(self, threads: int) -> dict[str, str]:
         """What vLLM's documentation recommends on CPUs: bound threads, libiomp5, tcmalloc."""
         wanted = [
             self.home / "lib" / "libtcmalloc_minimal.so.4",
@@ -61,10 +79,10 @@ class Installation:
         }
 
 
-def find_vllm_cpu(directory: Path) -> Installation | None:
+def find_rival(name: str, directory: Path) -> Installation | None:
     """The finished installation in ``directory``, or None."""
-    home = directory / "vllm-cpu"
-    return Installation(home) if (home / ".installed").exists() else None
+    home = directory / name
+    return Installation(name, home) if (home / ".installed").exists() else None
 
 
 class Rival:
@@ -73,20 +91,18 @@ class Rival:
     Environment variables that steer our own threads are not passed on.
     """
 
-    def __init__(self, installation: Installation, settings: RivalSettings, threads: int) -> None:
+    def __init__(self, installation: Installation, settings: RivalSettings) -> None:
+        self._name = installation.name
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed in __exit__
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_"))}
         self._process = subprocess.Popen(
-            [
-                installation.python,
-                Path(next(iter(rivals.__path__))) / "vllm_cpu.py",
-                json.dumps(asdict(settings)),
-            ],
+            # -P: a script's folder is no place to look for modules; llama_cpp.py lies there.
+            [installation.python, "-P", installation.script, json.dumps(asdict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=inherited | installation.environment(threads),
+            env=inherited | installation.environment(settings.threads),
         )
         self.version = ""
 
@@ -130,7 +146,7 @@ class Rival:
         self._log.seek(0)
         tail = self._log.read().splitlines()[-_TAIL_LINES:]
         return RivalError(
-            f"vllm-cpu ended with exit code {code}; its log ends:\n" + "\n".join(tail)
+            f"{self._name} ended with exit code {code}; its log ends:\n" + "\n".join(tail)
         )
 
     def _end(self) -> None:

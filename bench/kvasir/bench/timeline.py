@@ -18,6 +18,10 @@ class Timeline:
         """Seconds until every request had its first token."""
         return max(times[0] for times in self.times)
 
+    def output_rate(self) -> float:
+        """Output tokens per second of the whole run: from submission to the last token of all."""
+        return sum(map(len, self.times)) / max(times[-1] for times in self.times)
+
     def decode_rate(self) -> float:
         """Output tokens per second of the whole batch while it was whole: from the moment all
         requests had their first token to the moment the first one ended."""

@@ -1,14 +1,7 @@
-"""vLLM's engine behind JSON lines on stdin and stdout.
+"""vLLM's engine behind the JSON lines of this package.
 
 Run by the Python of vLLM's own environment, never by Kvasir's: it imports vllm and the
-standard library only. First argument: JSON with ``model`` (a Hugging Face folder), ``dtype``,
-``max_model_len``, ``max_batched_tokens`` and ``max_requests``. Messages out:
-
-    {"ready": true, "version": "0.32.0"}                      once, when the model is loaded
-    {"times": [[0.12, 0.15, ...], ...]}                       one for each line in
-
-A line in is {"prompts": [[token id, ...], ...], "max_tokens": n}; ``times`` are the seconds
-from submission to each output token, for each prompt. End of input ends the process.
+standard library only.
 """
 
 import importlib
