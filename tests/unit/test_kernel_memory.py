@@ -1,17 +1,20 @@
-"""Memory of the worker: mapped tensors, and pages of libraries given back."""
+"""Memory of the worker: tensors in huge pages, and pages of libraries given back."""
 
+import gc
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvasir.worker.kernels.memory import (
+    HugePages,
     _clean_mappings,
-    huge_copy,
     huge_zeros,
     release_library_pages,
 )
 
+HUGE_PAGE = 2 * 1024**2
 SMAPS = """\
 1000-3000 r-xp 00000000 08:01 11                         /lib/libone.so.1
 Rss:                   8 kB
@@ -57,7 +60,65 @@ def file_pages() -> int:
 def test_mapped_tensors_hold_what_they_are_given(count: int) -> None:
     """Smaller than a huge page, just as large, and with a part that is none."""
     given = torch.arange(count, dtype=torch.int32).view(torch.int16)
-    assert torch.equal(huge_copy(given), given)
+    assert torch.equal(HugePages().copy(given), given)
     zeros = huge_zeros((2 * count,), torch.int16)
     assert zeros.shape == given.shape
     assert not zeros.any()
+
+
+def test_copies_are_equal_contiguous_and_apart() -> None:
+    memory = HugePages(area_bytes=3 * HUGE_PAGE)
+    random = torch.Generator().manual_seed(0)
+    # The last ones fit in no area that is left, one of them in none at all.
+    sources = [
+        torch.randn(rows, columns, generator=random).to(dtype).T
+        for rows, columns, dtype in (
+            (3, 5, torch.float32),
+            (700, 900, torch.bfloat16),
+            (1, 1, torch.int8),
+            (1000, 900, torch.float32),
+            (2000, 1700, torch.bfloat16),
+        )
+    ]
+    copies = [memory.copy(source) for source in sources]
+    ends = 0
+    for source, copy in zip(sources, copies, strict=True):
+        assert copy.is_contiguous()
+        assert copy.dtype == source.dtype
+        assert torch.equal(copy, source)
+        assert copy.data_ptr() % 64 == 0
+    spans = sorted((copy.data_ptr(), copy.data_ptr() + copy.nbytes) for copy in copies)
+    for start, end in spans:
+        assert start >= ends
+        ends = end
+
+
+def test_small_tensors_share_an_area_that_begins_at_a_huge_page() -> None:
+    memory = HugePages(area_bytes=HUGE_PAGE)
+    first, second = (memory.copy(torch.ones(1000)) for _ in range(2))
+    assert first.data_ptr() % HUGE_PAGE == 0
+    assert second.data_ptr() == first.data_ptr() + 4032  # 4,000 bytes in whole cache lines
+
+
+def mapped() -> int:
+    """Bytes of this process's address space."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return pages * mmap.PAGESIZE
+
+
+def test_memory_goes_back_with_the_last_tensor() -> None:
+    before = mapped()
+    memory = HugePages(area_bytes=512 * HUGE_PAGE)
+    kept = memory.copy(torch.ones(10))
+    del memory
+    gc.collect()
+    assert kept.sum() == 10
+    assert mapped() > before + 500 * HUGE_PAGE
+    del kept
+    gc.collect()
+    assert mapped() < before + 100 * HUGE_PAGE
+
+
+def test_no_room_is_an_error() -> None:
+    with pytest.raises(MemoryError, match="cannot be mapped"):
+        huge_zeros((1 << 60,), torch.uint8)

@@ -4,14 +4,13 @@ A kind is one layout and one way to multiply; PackedLinear is the seam where oth
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from kvasir.worker.kernels.memory import huge_copy
 
 BLOCK = 16
 """Outputs in a block; sizes are padded with zeros to multiples of it."""
@@ -78,7 +77,13 @@ class PackedLinear:
         )
 
 
-def pack_bf16(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+Keep = Callable[[Tensor], Tensor]
+"""Makes the contiguous copy of the weights that stays."""
+
+
+def pack_bf16(
+    weight: Tensor, bias: Tensor | None = None, *, keep: Keep = Tensor.contiguous
+) -> PackedLinear:
     """Pack a bfloat16 matrix [outputs, inputs] and its bias [outputs]."""
     outputs, inputs = weight.shape
     filled = pad(weight, (0, padded(inputs) - inputs, 0, padded(outputs) - outputs)).contiguous()
@@ -88,13 +93,18 @@ def pack_bf16(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         kind=PackedKind.BF16,
         outputs=outputs,
         inputs=inputs,
-        weights=huge_copy(words.transpose(1, 2)),
+        weights=keep(words.transpose(1, 2)),
         bias=None if bias is None else pad(bias.float(), (0, padded(outputs) - outputs)),
     )
 
 
 def pack_int8(
-    values: Tensor, scales: Tensor, bias: Tensor | None = None, *, int8_activations: bool = False
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    int8_activations: bool = False,
+    keep: Keep = Tensor.contiguous,
 ) -> PackedLinear:
     """Pack int8 values [outputs, inputs] with their scales [outputs]; see cpp/int8.h."""
     outputs, inputs = values.shape
@@ -106,7 +116,7 @@ def pack_int8(
         kind=PackedKind.INT8_ACTIVATIONS if int8_activations else PackedKind.INT8,
         outputs=outputs,
         inputs=inputs,
-        weights=huge_copy(words.transpose(1, 2)),
+        weights=keep(words.transpose(1, 2)),
         bias=None if bias is None else pad(bias.float(), (0, short)),
         scales=pad(scales.float(), (0, short)),
         sums=filled.sum(1, dtype=torch.int32),
@@ -114,7 +124,13 @@ def pack_int8(
 
 
 def pack_int4(
-    codes: Tensor, scales: Tensor, minima: Tensor, inputs: int, bias: Tensor | None = None
+    codes: Tensor,
+    scales: Tensor,
+    minima: Tensor,
+    inputs: int,
+    bias: Tensor | None = None,
+    *,
+    keep: Keep = Tensor.contiguous,
 ) -> PackedLinear:
     """Pack a matrix of 4-bit codes: see cpp/int4.h.
 
@@ -122,6 +138,7 @@ def pack_int4(
         codes: uint8 below 16, [outputs, groups, 32]; beyond ``inputs`` they mean nothing.
         scales, minima: float16 [outputs, groups].
         bias: [outputs].
+        keep: see Keep.
     """
     outputs, groups, size = codes.shape
     short = padded(outputs) - outputs
@@ -138,7 +155,7 @@ def pack_int4(
         kind=PackedKind.INT4,
         outputs=outputs,
         inputs=inputs,
-        weights=huge_copy(torch.cat(lines, -1)),
+        weights=keep(torch.cat(lines, -1)),
         bias=None if bias is None else pad(bias.float(), (0, short)),
     )
 

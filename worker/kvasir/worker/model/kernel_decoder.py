@@ -17,7 +17,9 @@ from torch.nn.functional import pad
 
 from kvasir.worker.contracts import Chunk
 from kvasir.worker.kernels.library import CBatch, CCache, CLayer, CModel, Kernels
+from kvasir.worker.kernels.memory import HugePages
 from kvasir.worker.kernels.packed import (
+    Keep,
     PackedLinear,
     interleave_blocks,
     pack_bf16,
@@ -61,6 +63,7 @@ class KernelDecoder:
         self._quantization = quantization
         self._kernels = kernels
         self._positions = max_positions
+        self._memory = HugePages()
         self._kept: list[Tensor | PackedLinear] = []
         embedding = self._vocabulary(reader, EMBEDDING)
         self._layers = (CLayer * config.num_layers)()
@@ -177,7 +180,8 @@ class KernelDecoder:
         return self._keep(self._quantization.matrix(weight), bias)
 
     def _keep(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
-        packed = _pack(weight, bias, self._quantization.activations == "int8")
+        rounded = self._quantization.activations == "int8"
+        packed = _pack(weight, bias, rounded, self._memory.copy)
         self._kept.append(packed)
         return packed
 
@@ -203,11 +207,11 @@ def _padded_row(row: Tensor) -> Tensor:
     return pad(row, (0, padded(len(row)) - len(row)))
 
 
-def _pack(weight: Weight, bias: Tensor | None, int8_activations: bool) -> PackedLinear:
+def _pack(weight: Weight, bias: Tensor | None, int8_activations: bool, keep: Keep) -> PackedLinear:
     match weight:
-        case Int8Weight():
-            return pack_int8(weight.values, weight.scales, bias, int8_activations=int8_activations)
-        case Int4Weight():
-            return pack_int4(weight.codes, weight.scales, weight.minima, weight.inputs, bias)
+        case Int8Weight(values, scales):
+            return pack_int8(values, scales, bias, int8_activations=int8_activations, keep=keep)
+        case Int4Weight(codes, scales, minima, inputs):
+            return pack_int4(codes, scales, minima, inputs, bias, keep=keep)
         case _:
-            return pack_bf16(weight, bias)
+            return pack_bf16(weight, bias, keep=keep)

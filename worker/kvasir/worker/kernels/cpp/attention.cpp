@@ -10,6 +10,12 @@ namespace {
 
 // From one block of packed values to the next: not 4 KiB, at which all of them would share few cache lines.
 constexpr ptrdiff_t kValueStride = (kSegment + 2) * kBlock;
+// A segment's packed keys and values of one head.
+constexpr ptrdiff_t key_size(int depth) { return ptrdiff_t{kSegment} * depth; }
+constexpr ptrdiff_t value_size(int depth) { return kValueStride * depth / kBlock; }
+constexpr int kLine = 64;        // bytes that come together
+constexpr int kLead = 1024;      // lines that are on their way or there before they are used
+constexpr int kLinesAtOnce = 4;  // as many as are used in that time
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 template <class T>
@@ -46,16 +52,87 @@ float exponentials(const float* scores, int visible, float scale, float& greates
   return sum(total);
 }
 
-}  // namespace
-
-void Prefetcher::advance(int tokens) {
-  for (const int end = std::min(end_, next_ + tokens); next_ < end; next_++) {
-    const bf16* key = cache_.key(table_, layer_, next_) + first_;
-    for (ptrdiff_t i = 0; i < size_; i += 32) {
-      _mm_prefetch(reinterpret_cast<const char*>(key + i), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(key + cache_.value_offset() + i), _MM_HINT_T1);
+// Up to 16 tokens' keys, of one head and zeros, transposed to `keys`; their values, `value_offset` further on,
+// interleaved to `values`.
+void pack_group(const bf16* const* rows, int present, int head_dim, ptrdiff_t value_offset, bf16* keys, bf16* values,
+                Prefetcher& prefetcher) {
+  alignas(64) bf16 padded[2 * kBlock][kKeyStep];
+  static const bf16 kNothing[kKeyStep] = {};
+  for (int d = 0; d < head_dim; d += kKeyStep) {
+    const int width = std::min(kKeyStep, head_dim - d);
+    const bf16 *k[kBlock], *v[kBlock];
+    for (int i = 0; i < kBlock; i++) {
+      k[i] = i < present ? rows[i] + d : kNothing;
+      v[i] = i < present ? rows[i] + value_offset + d : kNothing;
+      if (width < kKeyStep && i < present) {
+        for (const bf16** from : {&k[i], &v[i]}) {
+          bf16* copy = padded[from == &k[i] ? i : kBlock + i];
+          std::memcpy(copy, *from, sizeof(bf16) * width);
+          std::memset(copy + width, 0, sizeof(bf16) * (kKeyStep - width));
+          *from = copy;
+        }
+      }
+    }
+    transpose_keys(k, keys + d * kBlock);
+    for (int i = 0; i < kBlock; i += 2) {
+      interleave_values(v[i], v[i + 1], values + d / kBlock * kValueStride + i * kBlock, kValueStride);
+      prefetcher.advance(kLinesAtOnce);
     }
   }
+}
+
+}  // namespace
+
+void Prefetcher::expect(const Keys& now, const Keys* next) {
+  next_ = next;
+  if (keys_ == now) return;
+  keys_ = now;
+  token_ = 0;
+  at_ = run_end_ = values_ = nullptr;
+  allowed_ = kLead;
+  advance(kLead);
+}
+
+// Whether there is another run; at_ and run_end_ are its bounds.
+bool Prefetcher::next_run() {
+  const int heads = keys_.end_head - keys_.first_head;
+  if (values_ == nullptr && token_ >= keys_.end) {
+    if (next_ == nullptr) return false;
+    keys_ = *next_;
+    next_ = nullptr;
+    token_ = 0;
+    return next_run();
+  }
+  if (values_ != nullptr) {
+    at_ = values_;
+    values_ = nullptr;
+  } else if (heads == cache_.kv_heads) {
+    at_ = reinterpret_cast<const char*>(cache_.keys(keys_.table[token_ / cache_.block_size], layer_));
+    run_end_ = at_ + 2 * cache_.value_offset() * sizeof(bf16);
+    token_ += cache_.block_size;
+    return true;
+  } else {
+    const bf16* key = cache_.key(keys_.table, layer_, token_++) + ptrdiff_t{keys_.first_head} * cache_.head_dim;
+    at_ = reinterpret_cast<const char*>(key);
+    values_ = reinterpret_cast<const char*>(key + cache_.value_offset());
+  }
+  run_end_ = at_ + heads * cache_.head_dim * sizeof(bf16);
+  return true;
+}
+
+void Prefetcher::advance(int lines) {
+  for (lines = std::min(lines, allowed_); lines > 0; lines--, allowed_--, at_ += kLine) {
+    if (at_ >= run_end_ && !next_run()) return;
+    _mm_prefetch(at_, _MM_HINT_T1);
+  }
+}
+
+const void* Prefetcher::take(int lines, const void* otherwise) {
+  if (allowed_ < lines || (at_ >= run_end_ && !next_run()) || run_end_ - at_ < lines * kLine) return otherwise;
+  const char* taken = at_;
+  at_ += lines * kLine;
+  allowed_ -= lines;
+  return taken;
 }
 
 struct Attention::Shape {
@@ -65,28 +142,21 @@ struct Attention::Shape {
 };
 
 void Attention::attend(const Cache& cache, int layer, const Span& span, int first_head, int end_head, int group,
-                       ptrdiff_t row_size, const bf16* queries, bf16* out, const Span* next) {
+                       ptrdiff_t row_size, const bf16* queries, bf16* out, Prefetcher& prefetcher) {
   const Shape shape{span.start, span.count, end_head - first_head, group, cache.head_dim};
   const int rows = shape.rows(), depth = shape.depth();
   const ptrdiff_t skipped = ptrdiff_t{first_head} * group * cache.head_dim;
   prepare(shape, row_size, queries + skipped);
   const int total = span.start + span.count;
-  Prefetcher prefetcher(cache, layer, first_head, end_head);
   for (int first = 0; first < total; first += kSegment) {
     const int keys = std::min(kSegment, total - first);
-    if (first + keys < total)
-      prefetcher.expect(span.table, first + keys, std::min(first + keys + kSegment, total));
-    else if (next != nullptr)
-      prefetcher.expect(next->table, 0, std::min(kSegment, next->start + next->count));
-    const int groups = round_up(keys, kBlock) / kBlock;
-    const int share = (kSegment - 1) / (groups * shape.heads) + 1;
+    pack(cache, layer, span, first, keys, first_head, shape.heads, prefetcher);
     for (int head = 0; head < shape.heads; head++) {
-      pack(cache, layer, span, first, keys, first_head + head, prefetcher, share);
-      multiply(queries_.data() + ptrdiff_t{head} * rows * depth, depth, rows, keys_.data(), ptrdiff_t{depth} * kBlock,
-               round_up(keys, kBlock) / kBlock, depth, scores_.data(), kSegment);
+      multiply(queries_.data() + ptrdiff_t{head} * rows * depth, depth, rows, keys_.data() + head * key_size(depth),
+               ptrdiff_t{depth} * kBlock, round_up(keys, kBlock) / kBlock, depth, scores_.data(), kSegment, prefetcher);
       weigh(shape, first, keys, head);
-      multiply(weights_.data(), kSegment, rows, values_.data(), kValueStride, depth / kBlock,
-               round_up(keys, kBlock), part_.data(), depth);
+      multiply(weights_.data(), kSegment, rows, values_.data() + head * value_size(depth), kValueStride,
+               depth / kBlock, round_up(keys, kBlock), part_.data(), depth, prefetcher);
       mix(shape, head);
     }
   }
@@ -113,8 +183,8 @@ void Attention::prepare(const Shape& shape, ptrdiff_t row_size, const bf16* quer
       std::memcpy(to, from, sizeof(bf16) * shape.head_dim);
       std::memset(to + shape.head_dim, 0, sizeof(bf16) * (depth - shape.head_dim));
     }
-  sized(keys_, size_t(kSegment) * depth);
-  sized(values_, size_t(kValueStride) * depth / kBlock);
+  sized(keys_, shape.heads * key_size(depth));
+  sized(values_, shape.heads * value_size(depth));
   sized(scores_, size_t(rows) * kSegment);
   sized(weights_, size_t(rows) * kSegment);
   sized(part_, size_t(rows) * depth);
@@ -125,38 +195,38 @@ void Attention::prepare(const Shape& shape, ptrdiff_t row_size, const bf16* quer
 }
 
 // K and V of `keys` tokens from position `first`, in whole blocks of 16: what follows the last token is zero, since
-// memory there may hold anything, and 0 * NaN would be NaN.
-void Attention::pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head,
-                     Prefetcher& prefetcher, int share) {
+// memory there may hold anything, and 0 * NaN would be NaN. Of all heads before the next tokens: their memory is read
+// from start to end.
+void Attention::pack(const Cache& cache, int layer, const Span& span, int first, int keys, int first_head, int heads,
+                     Prefetcher& prefetcher) {
   const int head_dim = cache.head_dim, depth = round_up(head_dim, kKeyStep);
-  const ptrdiff_t value_offset = cache.value_offset();
-  alignas(64) bf16 padded[2 * kBlock][kKeyStep];
-  static const bf16 kNothing[kKeyStep] = {};
   for (int group = 0; group < keys; group += kBlock) {
     const bf16* rows[kBlock];
     const int present = std::min(kBlock, keys - group);
     for (int i = 0; i < present; i++)
-      rows[i] = cache.key(span.table, layer, first + group + i) + ptrdiff_t{head} * head_dim;
-    prefetcher.advance(share);
-    for (int d = 0; d < depth; d += kKeyStep) {
-      const int width = std::min(kKeyStep, head_dim - d);
-      const bf16 *k[kBlock], *v[kBlock];
-      for (int i = 0; i < kBlock; i++) {
-        k[i] = i < present ? rows[i] + d : kNothing;
-        v[i] = i < present ? rows[i] + value_offset + d : kNothing;
-        if (width < kKeyStep && i < present) {
-          for (const bf16** from : {&k[i], &v[i]}) {
-            bf16* copy = padded[from == &k[i] ? i : kBlock + i];
-            std::memcpy(copy, *from, sizeof(bf16) * width);
-            std::memset(copy + width, 0, sizeof(bf16) * (kKeyStep - width));
-            *from = copy;
-          }
-        }
-      }
-      transpose_keys(k, keys_.data() + ptrdiff_t{group} * depth + d * kBlock);
-      bf16* lines = values_.data() + d / kBlock * kValueStride + group * kBlock;
-      for (int i = 0; i < kBlock; i += 2)
-        interleave_values(v[i], v[i + 1], lines + i * kBlock, kValueStride);
+      rows[i] = cache.key(span.table, layer, first + group + i) + ptrdiff_t{first_head} * head_dim;
+    for (int head = 0; head < heads; head++) {
+      pack_group(rows, present, head_dim, cache.value_offset(),
+                 keys_.data() + head * key_size(depth) + ptrdiff_t{group} * depth,
+                 values_.data() + head * value_size(depth) + group * kBlock, prefetcher);
+      prefetcher.used(present * 2 * head_dim * int{sizeof(bf16)} / kLine);
+      for (int i = 0; i < present; i++) rows[i] += head_dim;
+    }
+  }
+}
+
+// C [rows, blocks * 16]; meanwhile what is expected next is fetched.
+void Attention::multiply(const bf16* a, ptrdiff_t a_stride, int rows, const bf16* w, ptrdiff_t w_stride, int blocks,
+                         int inputs, float* c, ptrdiff_t c_stride, Prefetcher& prefetcher) {
+  const Tiling tiling(rows);
+  for (int block = 0, width; block < blocks; block += width) {
+    width = tiling.width(blocks - block);
+    for (int row = 0, height; row < rows; row += height) {
+      height = std::min(tiling.height, rows - row);
+      const bf16* weights = w + block * w_stride;
+      tile_function(height, width)(a + row * a_stride, a_stride, weights, w_stride,
+                                   prefetcher.take(inputs / 2, weights), inputs, c + row * c_stride + block * kBlock,
+                                   c_stride);
     }
   }
 }

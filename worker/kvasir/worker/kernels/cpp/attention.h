@@ -41,46 +41,61 @@ struct Span {
 
 constexpr int kSegment = 128;
 
-// K and V of tokens on their way to the second-level cache, a few at a time while others are worked on: they lie in
-// blocks all over memory, in an order that the hardware does not guess.
+// The keys and values that one piece of work reads: up to the token `end`, of the KV heads [first_head, end_head).
+struct Keys {
+  const int32_t* table;
+  int end;
+  int first_head;
+  int end_head;
+  bool operator==(const Keys&) const = default;
+};
+
+// K and V on their way to the second-level cache while earlier ones are worked on: they lie in blocks all over memory,
+// in an order that the hardware does not guess. The lead stays the same, from one piece of work on to the next, and a
+// few lines are fetched at once, since a core waits for few at a time.
 class Prefetcher {
  public:
-  Prefetcher(const Cache& cache, int layer, int first_head, int end_head)
-      : cache_(cache),
-        layer_(layer),
-        first_(first_head * cache.head_dim),
-        size_((end_head - first_head) * cache.head_dim) {}
-  void expect(const int32_t* table, int first, int end) {
-    table_ = table;
-    next_ = first;
-    end_ = end;
-  }
-  void advance(int tokens);
+  explicit Prefetcher(const Cache& cache, int layer) : cache_(cache), layer_(layer) {}
+  // `now` is worked on from here on, and after it `next`, unless that is null.
+  void expect(const Keys& now, const Keys* next);
+  // So many lines were used: as many more may be fetched.
+  void used(int lines) { allowed_ += lines; }
+  // Fetches up to so many lines.
+  void advance(int lines);
+  // So many consecutive lines for the caller to fetch, or `otherwise` where that cannot be.
+  const void* take(int lines, const void* otherwise);
 
  private:
-  const Cache& cache_;
+  bool next_run();
+
+  const Cache cache_;
   const int layer_;
-  const ptrdiff_t first_, size_;
-  const int32_t* table_ = nullptr;
-  int next_ = 0, end_ = 0;
+  Keys keys_{};
+  const Keys* next_ = nullptr;
+  int token_ = 0;                                  // of keys_
+  int allowed_ = 0;                                // lines
+  const char *at_ = nullptr, *run_end_ = nullptr;  // what is contiguous: a whole block, or a token's keys or values
+  const char* values_ = nullptr;                   // of the token whose keys at_ points to, or null
 };
 
 // Buffers of one thread.
 class Attention {
  public:
-  // For the new tokens `span` and the KV heads [first_head, end_head) of `layer`. queries and out are
+  // For the new tokens `span` and the KV heads [first_head, end_head). queries and out are
   // [count][kv_heads * group][head_dim] bfloat16, rows of all heads `row_size` apart.
-  // `next`, if there is one, is what this thread attends after this, with as many heads.
+  // The prefetcher expects the span's keys.
   void attend(const Cache& cache, int layer, const Span& span, int first_head, int end_head, int group,
-              ptrdiff_t row_size, const bf16* queries, bf16* out, const Span* next);
+              ptrdiff_t row_size, const bf16* queries, bf16* out, Prefetcher& prefetcher);
 
  private:
   struct Shape;
   void prepare(const Shape& shape, ptrdiff_t row_size, const bf16* queries);
-  void pack(const Cache& cache, int layer, const Span& span, int first, int keys, int head, Prefetcher& prefetcher,
-            int share);
+  void pack(const Cache& cache, int layer, const Span& span, int first, int keys, int first_head, int heads,
+            Prefetcher& prefetcher);
   void weigh(const Shape& shape, int first, int keys, int head);
   void mix(const Shape& shape, int head);
+  void multiply(const bf16* a, ptrdiff_t a_stride, int rows, const bf16* w, ptrdiff_t w_stride, int blocks, int inputs,
+                float* c, ptrdiff_t c_stride, Prefetcher& prefetcher);
 
   std::vector<bf16> queries_, keys_, values_, weights_;
   std::vector<float> scores_, mixed_, part_, greatest_, sum_, rescale_;

@@ -59,18 +59,4 @@ TileFunction tile_function(int rows, int blocks) {
   return blocks == 4 ? of_rows<4>(rows) : blocks == 2 ? of_rows<2>(rows) : of_rows<1>(rows);
 }
 
-void multiply(const bf16* a, ptrdiff_t a_stride, int rows, const bf16* w, ptrdiff_t w_stride, int blocks, int inputs,
-              float* c, ptrdiff_t c_stride) {
-  const Tiling tiling(rows);
-  for (int block = 0, width; block < blocks; block += width) {
-    width = tiling.width(blocks - block);
-    for (int row = 0, height; row < rows; row += height) {
-      height = std::min(tiling.height, rows - row);
-      const bf16* weights = w + block * w_stride;
-      tile_function(height, width)(a + row * a_stride, a_stride, weights, w_stride, weights, inputs,
-                                   c + row * c_stride + block * kBlock, c_stride);
-    }
-  }
-}
-
 }  // namespace kvasir

@@ -81,10 +81,6 @@ using TileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, const bf16* w, 
                               int inputs, float* c, ptrdiff_t c_stride);
 TileFunction tile_function(int rows, int blocks);
 
-// C [rows, blocks * 16], any positive number of either.
-void multiply(const bf16* a, ptrdiff_t a_stride, int rows, const bf16* w, ptrdiff_t w_stride, int blocks, int inputs,
-              float* c, ptrdiff_t c_stride);
-
 // Rows of activations, `stride` values apart: as they are, or rounded, with their scales, where rounds() of the matrix.
 struct Rows {
   const bf16* values;

@@ -123,16 +123,16 @@ struct Engine::Step {
   void attend(int index, int member) const {
     const int group = model.num_heads / model.num_kv_heads;
     const int count = static_cast<int>(engine.items_.size());
+    Prefetcher prefetcher(cache, index);
     // The next item is known before this one is worked on, so that its memory is on its way by then.
     for (int i = engine.team_.claim(), next; i < count; i = next) {
       next = engine.team_.claim();
       const Item& item = engine.items_[i];
-      const Item* following = next < count ? &engine.items_[next] : nullptr;
-      const bool alike = following != nullptr && following->first_head == item.first_head;
+      const Keys following = next < count ? engine.items_[next].keys() : Keys{};
+      prefetcher.expect(item.keys(), next < count ? &following : nullptr);
       const ptrdiff_t first = ptrdiff_t{item.first_row} * attended;
       engine.attention_[member].attend(cache, index, item.span, item.first_head, item.end_head, group, attended,
-                                       engine.queries_.data() + first, engine.attended_.data() + first,
-                                       alike ? &following->span : nullptr);
+                                       engine.queries_.data() + first, engine.attended_.data() + first, prefetcher);
     }
     engine.team_.barrier();
   }

@@ -67,6 +67,7 @@ class Engine {
   struct Item {
     Span span;
     int first_row, first_head, end_head;
+    Keys keys() const { return {span.table, span.start + span.count, first_head, end_head}; }
   };
   struct Step;
   void plan(const Batch& batch, const Model& model);
