@@ -37,7 +37,7 @@ void kvasir_rotate(const float* heads, const float* weight, float epsilon, const
 void kvasir_attend(const Cache* cache, int layer, const int32_t* table, int start, int count, int first_head,
                    int end_head, int group, const bf16* queries, bf16* out) {
   Prefetcher prefetcher(*cache, layer);
-  prefetcher.expect({table, start + count, first_head, end_head}, nullptr);
+  prefetcher.expect({table, start + count, first_head, end_head}, {});
   Attention().attend(*cache, layer, {table, start, count}, first_head, end_head, group,
                      cache->token_size() * group, queries, out, prefetcher);
 }

@@ -83,29 +83,32 @@ void pack_group(const bf16* const* rows, int present, int head_dim, ptrdiff_t va
 
 }  // namespace
 
-void Prefetcher::expect(const Keys& now, const Keys* next) {
+void Prefetcher::expect(const Keys& now, const Keys& next) {
+  if (keys_ != now) {
+    begin(now);
+    allowed_ = kLead;
+    advance(kLead);
+  }
   next_ = next;
-  if (keys_ == now) return;
-  keys_ = now;
+}
+
+void Prefetcher::begin(const Keys& keys) {
+  keys_ = keys;
+  next_ = Keys{};
   token_ = 0;
   at_ = run_end_ = values_ = nullptr;
-  allowed_ = kLead;
-  advance(kLead);
 }
 
 // Whether there is another run; at_ and run_end_ are its bounds.
 bool Prefetcher::next_run() {
   const int heads = keys_.end_head - keys_.first_head;
-  if (values_ == nullptr && token_ >= keys_.end) {
-    if (next_ == nullptr) return false;
-    keys_ = *next_;
-    next_ = nullptr;
-    token_ = 0;
-    return next_run();
-  }
   if (values_ != nullptr) {
     at_ = values_;
     values_ = nullptr;
+  } else if (token_ >= keys_.end) {
+    if (next_.end == 0) return false;
+    begin(next_);
+    return next_run();
   } else if (heads == cache_.kv_heads) {
     at_ = reinterpret_cast<const char*>(cache_.keys(keys_.table[token_ / cache_.block_size], layer_));
     run_end_ = at_ + 2 * cache_.value_offset() * sizeof(bf16);

@@ -56,8 +56,8 @@ struct Keys {
 class Prefetcher {
  public:
   explicit Prefetcher(const Cache& cache, int layer) : cache_(cache), layer_(layer) {}
-  // `now` is worked on from here on, and after it `next`, unless that is null.
-  void expect(const Keys& now, const Keys* next);
+  // `now` is worked on from here on, and after it `next`; no keys at all are fine.
+  void expect(const Keys& now, const Keys& next);
   // So many lines were used: as many more may be fetched.
   void used(int lines) { allowed_ += lines; }
   // Fetches up to so many lines.
@@ -66,12 +66,12 @@ class Prefetcher {
   const void* take(int lines, const void* otherwise);
 
  private:
+  void begin(const Keys& keys);
   bool next_run();
 
   const Cache cache_;
   const int layer_;
-  Keys keys_{};
-  const Keys* next_ = nullptr;
+  Keys keys_{}, next_{};
   int token_ = 0;                                  // of keys_
   int allowed_ = 0;                                // lines
   const char *at_ = nullptr, *run_end_ = nullptr;  // what is contiguous: a whole block, or a token's keys or values

@@ -15,6 +15,8 @@ constexpr int kManyTokens = 16;
 // Such a part: rows that stay in the second-level cache, and blocks enough to make it worth while.
 constexpr int kPartRows = 96;
 constexpr int kPartBlocks = 12;
+// Up to here query rows wait for their keys to come from memory; more of them keep a core busy with each key.
+constexpr int kFewQueryRows = 24;
 // Query rows that are attended together: enough for whole tiles, few enough to keep their scores near.
 constexpr int kQueryRows = 48;
 
@@ -128,8 +130,9 @@ struct Engine::Step {
     for (int i = engine.team_.claim(), next; i < count; i = next) {
       next = engine.team_.claim();
       const Item& item = engine.items_[i];
-      const Keys following = next < count ? engine.items_[next].keys() : Keys{};
-      prefetcher.expect(item.keys(), next < count ? &following : nullptr);
+      const bool waits = item.span.count * group <= kFewQueryRows;
+      const Keys following = waits && next < count ? engine.items_[next].keys() : Keys{};
+      prefetcher.expect(waits ? item.keys() : Keys{}, following);
       const ptrdiff_t first = ptrdiff_t{item.first_row} * attended;
       engine.attention_[member].attend(cache, index, item.span, item.first_head, item.end_head, group, attended,
                                        engine.queries_.data() + first, engine.attended_.data() + first, prefetcher);
