@@ -52,3 +52,20 @@ def test_disaggregation_moves_kv_only_between_two_pools(tmp_path: Path) -> None:
     assert moved["two pools"] > 0
     assert moved["one pool, two workers"] == moved["one pool, one worker"] == 0
     assert all(figure["failed"] == 0 for figure in report["figures"])
+
+
+@pytest.mark.timeout(300)
+def test_engine_in_this_process_and_through_the_router(tmp_path: Path) -> None:
+    small = ("--forms", "full", "--rows", "run-16,cached", "--through-router")
+    report = run(tmp_path, "engine", *small, "--against", "llama-cpp", "--rivals", str(tmp_path))
+    whole, cached = report["figures"]
+    inside, through = whole["values"].values()
+    assert min(*inside, *through) > 0
+    (ratio,) = whole["ratios"].values()
+    assert ratio["median"] == pytest.approx(through[0] / inside[0])
+    assert len(cached["values"]) == 1, "through the router only whole runs are timed"
+    (cost,) = report["costs_through_router"]
+    assert cost["requests"] == 16
+    assert min(cost["worker_s"], cost["router_s"], cost["client_s"]) > 0
+    assert "not installed" in report["settings"]["llama-cpp"]
+    assert all(not any(figure["failed"].values()) for figure in report["figures"])

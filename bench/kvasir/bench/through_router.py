@@ -27,7 +27,7 @@ from kvasir.worker.config import WorkerConfig
 T = TypeVar("T")
 
 
-class _LoopThread:
+class LoopThread:
     """A thread with an event loop; use as a context manager."""
 
     def __init__(self) -> None:
@@ -65,11 +65,13 @@ class Cost:
 class RouterEngine:
     """One pool of one worker, asked over HTTP. See ``router_engine``."""
 
-    def __init__(self, loop: _LoopThread, stack: Stack, worker: WorkerConfig) -> None:
+    def __init__(
+        self, loop: LoopThread, target: Target, worker: psutil.Process, router: psutil.Process
+    ) -> None:
         self._loop = loop
-        self._target = Target(url=stack.url, model=worker.served_name)
-        self._worker = psutil.Process(stack.worker(worker.worker_id).pid)
-        self._router = psutil.Process(stack.router.pid)
+        self._target = target
+        self._worker = worker
+        self._router = router
         self.costs: list[Cost] = []
         """One for each ``generate``, in order."""
 
@@ -128,11 +130,16 @@ def router_engine(config: WorkerConfig) -> Iterator[RouterEngine]:
     Raises:
         StackError: a process did not start, or did not end well.
     """
-    with _LoopThread() as loop:
+    with LoopThread() as loop:
         stack = Stack([config], router={"disaggregation": {"mode": "never"}})
         loop.run(stack.__aenter__())
         try:
-            yield RouterEngine(loop, stack, config)
+            yield RouterEngine(
+                loop,
+                Target(url=stack.url, model=config.served_name),
+                psutil.Process(stack.worker(config.worker_id).pid),
+                psutil.Process(stack.router.pid),
+            )
         except BaseException as error:
             loop.run(stack.__aexit__(type(error), error, error.__traceback__))
             raise
