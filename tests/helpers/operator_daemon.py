@@ -15,6 +15,16 @@ _TESTS = Path(__file__).resolve().parents[1]
 _SECONDS = 60
 
 
+def own_temporary_folder(log: Path) -> str:
+    """TMPDIR of a process that is going to be killed, for ``env``; beside its log.
+
+    The Kubernetes client writes keys to temporary files, which it removes at a clean exit only.
+    """
+    folder = log.with_suffix(".tmp")
+    folder.mkdir(exist_ok=True)
+    return f"TMPDIR={folder}"
+
+
 class Operator:
     """One operator process for one namespace."""
 
@@ -37,7 +47,7 @@ class Operator:
         self._metrics = log.with_suffix(".metrics.json")
         self._told = log.with_name(f"{namespace}.told")
         command = [
-            *("env", f"KUBECONFIG={kubeconfig}", f"PYTHONPATH={_TESTS}"),
+            *("env", f"KUBECONFIG={kubeconfig}", f"PYTHONPATH={_TESTS}", own_temporary_folder(log)),
             f"KVASIR_TEST_METRICS={self._metrics}",
             f"KVASIR_TEST_TOLD={self._told}",
             f"KVASIR_TEST_DRAIN_SECONDS={drain_seconds}",

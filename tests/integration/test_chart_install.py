@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -21,6 +22,7 @@ from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
 from cluster.processes import Daemon, free_port, wait_until
 from helpers.chart import CHART, OPERATOR, SAMPLES, install_resources
+from helpers.operator_daemon import own_temporary_folder
 
 
 @pytest.fixture(scope="module")
@@ -229,14 +231,15 @@ def test_the_operator_works_with_these_arguments_and_rights(
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         account = kubectl.service_account(OPERATOR, namespace, tmp_path)
         port = free_port()
+        log = tmp_path / "operator.log"
         outside = ["--host=127.0.0.1", f"--port={port}", f"--lease-namespace={namespace}"]
         command = [
-            *("env", f"KUBECONFIG={account.kubeconfig}"),
+            *("env", f"KUBECONFIG={account.kubeconfig}", own_temporary_folder(log)),
             str(Path(sys.executable).parent / container["command"][0]),
             *container["args"],
             *outside,
         ]
-        operator = Daemon("operator", command, tmp_path / "operator.log")
+        operator = Daemon("operator", command, log)
         try:
             kubectl("apply", f"--filename={SAMPLES[0]}", f"--namespace={place}")
             here = f"--namespace={place}"
@@ -248,7 +251,17 @@ def test_the_operator_works_with_these_arguments_and_rights(
                 made = kubectl.get("deployments", own, here)["items"]
                 return "conditions" in found and len(made) == 3
 
+            def ready() -> bool:
+                """As the kubelet asks; the chart's test comes to a pod that is ready."""
+                try:
+                    urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10).close()
+                except HTTPError as error:
+                    error.close()
+                    return False
+                return True
+
             wait_until(served, "objects and status of smollm2", 60, lambda: operator.log)
+            wait_until(ready, "all watches", 60, lambda: operator.log)
             with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 assert "\nkvasir_operator_leader 1.0" in answer.read().decode()
             assert run_chart_test(helm, namespace, port) == 0
