@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.models import load, save_tiny
+from kvasir.worker import loader
 from kvasir.worker.config import WorkerConfig
+from kvasir.worker.kernels.library import Unavailable, find_kernels
 from kvasir.worker.loader import ModelError, load_model
 from kvasir.worker.model.source import named_as
 
@@ -187,3 +189,29 @@ def test_settings_that_do_not_fit(folder: Path, fields: dict[str, Any], said: st
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_asked_for_and_absent(folder: Path) -> None:
     assert refusal(f"file://{folder}", device="cuda").startswith("device: no CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("has_kernels", "multiplies_bfloat16", "dtype"),
+    [
+        (True, True, "bfloat16"),
+        (True, False, "bfloat16"),
+        (False, True, "bfloat16"),
+        (False, False, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_where_that_is_the_faster_one(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    *,
+    has_kernels: bool,
+    multiplies_bfloat16: bool,
+) -> None:
+    if has_kernels and isinstance(find_kernels(), Unavailable):
+        pytest.skip("NO CPU KERNELS TO TEST")
+    if not has_kernels:
+        monkeypatch.setattr(loader, "find_kernels", lambda: Unavailable("a test"))
+    monkeypatch.setattr(loader, "computes_bfloat16", lambda _: multiplies_bfloat16)
+    loaded = load(f"file://{folder}", dtype="auto")
+    assert loaded.layout.dtype == dtype

@@ -96,7 +96,8 @@ class Model(Strict):
     max_model_len: Annotated[int, Field(ge=1, le=2**24)] = 2048
     """Longest prompt plus output, in tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations. auto: bfloat16 where the hardware computes in it."""
+    """Type of weights and activations. auto: bfloat16 where it is the faster one: on GPUs, and on
+    x86 CPUs with AVX2; else float32."""
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
     """Type that weights are quantized to when they are loaded; activations stay in dtype. int8: a
     scale for each output. int4: a scale and a minimum for each 32 inputs. Not yet: fp8."""

@@ -37,7 +37,7 @@ class WorkerConfig(BaseModel):
     max_model_len: Annotated[int, Field(ge=1)] = 2048
     """Longest prompt plus output, in tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 where the hardware computes in it, else float32."""
+    """auto: bfloat16 where it is the faster one (on GPUs and the CPU kernels), else float32."""
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
     """What weights are rounded to when they are loaded; activations stay in ``dtype``."""
     activation_quantization: Literal["none", "int8"] = "none"

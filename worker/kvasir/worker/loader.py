@@ -5,7 +5,6 @@ names the field and the fix.
 """
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,13 +18,14 @@ from kvasir.worker.model.backend import Decoder
 from kvasir.worker.model.config import ModelConfig
 from kvasir.worker.model.decoder import TorchDecoder
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.footprint import Footprint, footprint
 from kvasir.worker.model.kernel_decoder import KernelDecoder
 from kvasir.worker.model.kv_cache import KvCache
 from kvasir.worker.model.machine import computes_bfloat16, free_memory, usable_cores
 from kvasir.worker.model.quantization import Quantization
 from kvasir.worker.model.reader import WeightReader
 from kvasir.worker.model.source import ModelSource, open_source
-from kvasir.worker.model.weights import check_weights, expected_shapes
+from kvasir.worker.model.weights import check_weights
 from kvasir.worker.runner import TorchRunner
 from kvasir.worker.speculation.draft_model import DraftModel
 
@@ -66,19 +66,20 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     threads = config.threads or usable_cores()
     torch.set_num_threads(threads)
     device = _device(config)
-    dtype = _dtype(config, device)
     quantization = _quantization(config)
     progress(f"opening {config.model}")
     source = open_source(config.model)
     model = source.config
     _check_length(config, model)
+    kernels = _kernels(config, device, progress)
+    dtype = _dtype(config, device, kernels)
     num_blocks = _num_blocks(config, model, dtype)
     check_weights(source.weights, model)
-    _check_memory(config, model, dtype, device)
+    _check_memory(config, footprint(model, dtype, quantization, packed=kernels is not None), device)
     # What is to be rounded is read as it is: to round twice is worse.
     read_as = dtype if quantization.weights == "none" else torch.float32
     reader = WeightReader(model, source.weights, read_as, device, progress)
-    decoder = _decoder(config, reader, dtype, quantization, threads)
+    decoder = _decoder(config, reader, dtype, quantization, threads, kernels)
     progress(f"allocating {num_blocks} KV blocks")
     cache = KvCache(model, num_blocks, config.block_size, dtype, device)
     return_free_memory()
@@ -95,28 +96,38 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     )
 
 
+def _kernels(
+    config: WorkerConfig, device: torch.device, progress: Callable[[str], None]
+) -> Kernels | None:
+    """The CPU kernels, where they may serve this model and can be had."""
+    if device.type != "cpu" or config.dtype not in ("auto", "bfloat16"):
+        return None
+    progress("loading the CPU kernels")
+    kernels = find_kernels()
+    if isinstance(kernels, Kernels):
+        return kernels
+    _log.warning(
+        "no CPU kernels: %s; torch computes instead, at a quarter of the speed or less",
+        kernels.reason,
+    )
+    return None
+
+
 def _decoder(
     config: WorkerConfig,
     reader: WeightReader,
     dtype: torch.dtype,
     quantization: Quantization,
     threads: int,
+    kernels: Kernels | None,
 ) -> Decoder:
-    """The CPU kernels for bfloat16 where they can be had, else torch."""
-    if reader.device.type == "cpu" and dtype is torch.bfloat16:
-        reader.progress("loading the CPU kernels")
-        kernels = find_kernels()
-        if isinstance(kernels, Kernels):
-            return KernelDecoder(
-                reader,
-                kernels,
-                quantization=quantization,
-                threads=threads,
-                max_positions=config.max_model_len,
-            )
-        _log.warning(
-            "no CPU kernels: %s; torch computes instead, at a quarter of the speed or less",
-            kernels.reason,
+    if kernels is not None:
+        return KernelDecoder(
+            reader,
+            kernels,
+            quantization=quantization,
+            threads=threads,
+            max_positions=config.max_model_len,
         )
     return TorchDecoder(
         reader, dtype=dtype, quantization=quantization, max_positions=config.max_model_len
@@ -143,9 +154,11 @@ def _device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda" if config.device != "cpu" and present else "cpu")
 
 
-def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
+def _dtype(config: WorkerConfig, device: torch.device, kernels: Kernels | None) -> torch.dtype:
+    """auto: bfloat16 where it is the faster one, as it is on the kernels of every target."""
     if config.dtype == "auto":
-        return torch.bfloat16 if computes_bfloat16(device) else torch.float32
+        fast = kernels is not None or computes_bfloat16(device)
+        return torch.bfloat16 if fast else torch.float32
     if config.dtype == "float16" and device.type == "cpu":
         raise ModelError(
             "dtype", "float16 is not supported on a CPU", "set dtype to auto, bfloat16 or float32"
@@ -195,17 +208,24 @@ def _num_blocks(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) ->
     return blocks
 
 
-def _check_memory(
-    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> None:
-    weights = sum(math.prod(shape) for shape in expected_shapes(model).values()) * dtype.itemsize
+def _check_memory(config: WorkerConfig, weights: Footprint, device: torch.device) -> None:
+    """The cache comes when the weights are in place, and may have what reading them took."""
     free = free_memory(device)
-    if free is not None and weights + config.kv_cache_memory > free:
+    if free is None:
+        return
+    if weights.resident + config.kv_cache_memory > free:
         raise ModelError(
             "kv_cache_memory",
-            f"{config.kv_cache_memory} bytes and {weights} bytes of weights exceed the {free} "
-            f"bytes free on {device.type}",
+            f"{config.kv_cache_memory} bytes and {weights.resident} bytes of weights exceed the "
+            f"{free} bytes free on {device.type}",
             "lower kv_cache_memory or use a smaller model",
+        )
+    if weights.loading > free:
+        raise ModelError(
+            "model",
+            f"reading its weights takes {weights.loading} bytes, more than the {free} bytes free "
+            f"on {device.type}",
+            "free memory or use a smaller model",
         )
 
 
