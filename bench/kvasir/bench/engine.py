@@ -157,8 +157,9 @@ class Figure:
     unit: str
     values: dict[str, list[float]]
     memory_gb_s: dict[str, list[float]]
-    ratios: dict[str, Spread]
-    """By "one / other": how many times better the one is, in the same run; above 1 is a win."""
+    ratios: dict[str, dict[str, Spread]]
+    """How many times better one is than the other, in the same run: by the one, then by the
+    other; above 1 is a win."""
     failed: dict[str, int]
     """Requests without a complete answer; the work that they were part of has no value."""
 
@@ -237,21 +238,28 @@ def _figure(
     row: Row, contenders: Sequence[Contender], seen: Mapping[tuple[str, str], _Seen]
 ) -> Figure:
     mine = {c.name: seen[row.key, c.name] for c in contenders if c.does(row)}
-    ratios = {}
-    for contender in contenders:
-        for other in contender.against:
-            if contender.name in mine and other in mine:
-                one, two = mine[contender.name].values, mine[other].values
-                pairs = [(one[run], two[run]) for run in one if run in two]
-                if pairs:
-                    times = [a / b if row.better == "higher" else b / a for a, b in pairs]
-                    ratios[f"{contender.name} / {other}"] = spread(times)
     return Figure(
         key=row.key,
         row=row.name,
         unit=row.unit,
         values={name: list(each.values.values()) for name, each in mine.items()},
         memory_gb_s={name: each.memory_gb_s for name, each in mine.items()},
-        ratios=ratios,
+        ratios={
+            c.name: {
+                other: times
+                for other in c.against
+                if other in mine and (times := _times_better(row, mine[c.name], mine[other]))
+            }
+            for c in contenders
+            if c.name in mine
+        },
         failed={name: each.failed for name, each in mine.items()},
     )
+
+
+def _times_better(row: Row, one: _Seen, other: _Seen) -> Spread | None:
+    """Over the runs that both have a value of; None if there is none."""
+    pairs = [(value, other.values[run]) for run, value in one.values.items() if run in other.values]
+    if not pairs:
+        return None
+    return spread([a / b if row.better == "higher" else b / a for a, b in pairs])

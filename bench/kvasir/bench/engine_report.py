@@ -34,21 +34,21 @@ def print_figures(console: Console, figures: Sequence[Figure]) -> None:
 
 
 def _print_ratios(console: Console, figures: Sequence[Figure]) -> None:
-    names = list(dict.fromkeys(name for figure in figures for name in figure.ratios))
-    if not names:
-        return
-    rows = [
-        (
-            figure.row,
-            *(
-                f"{spread_cell(figure.ratios[name])}x" if name in figure.ratios else _NOTHING
-                for name in names
-            ),
-        )
+    """A row for each of ours that is compared with anyone."""
+    compared = [
+        (figure.row, name, ratios)
         for figure in figures
+        for name, ratios in figure.ratios.items()
+        if ratios
     ]
-    title = "Times better than the other in the same run: above 1, the first one wins"
-    console.print(table(title, ("", *names), rows))
+    others = list(dict.fromkeys(other for _, _, ratios in compared for other in ratios))
+    rows = [
+        (row, name, *(f"{spread_cell(ratios[o])}x" if o in ratios else _NOTHING for o in others))
+        for row, name, ratios in compared
+    ]
+    if rows:
+        title = "Times better than another one in the same run: above 1, ours wins"
+        console.print(table(title, ("", "", *(f"than {other}" for other in others)), rows))
 
 
 def print_costs(console: Console, costs: Sequence[Cost]) -> None:
