@@ -31,15 +31,16 @@ _OWN_TEXT = "the language reference that comes with Python (pydoc_data.topics)"
 @click.option("--windows", type=COUNT, default=4, show_default=True, help="Of text, in one run.")
 @click.option("--window", type=click.IntRange(min=2), default=512, show_default=True)
 @click.option("--model", default="bundled://smollm2-135m-instruct", show_default=True)
+@click.option("--reference", help="Model that is right, in float32. [default: the same]")
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores.")
 @common_options
 def quality(**given: Any) -> None:
-    """Compare the model in fewer bits with itself in float32.
+    """Compare the model in fewer bits with itself in float32, or with the one it was made from.
 
     Perplexity on a text, divergence and agreement with float32 there, and right answers to
     questions. Each run takes other windows of the text.
     """
-    from kvasir.bench.quality import FORMS, Questions, draw_windows, measure
+    from kvasir.bench.quality import FORMS, REFERENCE, Questions, draw_windows, measure
     from kvasir.bench.trial import TrialError
     from kvasir.router.text.tokenizer import ModelTokenizer
     from kvasir.worker.model.errors import ModelError
@@ -67,7 +68,12 @@ def quality(**given: Any) -> None:
                 if count < 1:
                     raise WorkloadError("the examples leave no question to ask; lower --shots")
                 questions = Questions(rows, given["shots"], count, given["max_tokens"])
-            forms = {name: _load(given, form, name, say) for name, form in FORMS.items()}
+            right = given["reference"] or given["model"]
+            models = dict.fromkeys(FORMS, given["model"]) | {REFERENCE: right}
+            forms = {
+                name: _load(models[name], given["threads"], form, _prefixed(say, name))
+                for name, form in FORMS.items()
+            }
             memory = memory_bandwidth()
             figures = measure(forms, runs, questions, encode, core.decode, say)
     except (WorkloadError, ModelError, TrialError) as error:
@@ -80,6 +86,10 @@ def quality(**given: Any) -> None:
         write_json(given["json_file"], {**report, "memory_gb_s": memory, "figures": figures})
 
 
+def _prefixed(say: Callable[[str], None], name: str) -> Callable[[str], None]:
+    return lambda line: say(f"{name}: {line}")
+
+
 def _text(path: Path | None) -> str:
     if path is not None:
         return path.read_text(encoding="utf-8")
@@ -88,7 +98,7 @@ def _text(path: Path | None) -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def _load(given: dict[str, Any], form: "Form", name: str, say: Callable[[str], None]) -> "Loaded":
+def _load(model: str, threads: int, form: "Form", say: Callable[[str], None]) -> "Loaded":
     from kvasir.bench.quality import Loaded
     from kvasir.worker.config import WorkerConfig
     from kvasir.worker.limits import scheduler_config
@@ -97,15 +107,15 @@ def _load(given: dict[str, Any], form: "Form", name: str, say: Callable[[str], N
 
     config = WorkerConfig(
         worker_id="bench",
-        model=given["model"],
+        model=model,
         dtype=form.dtype,
         quantization=form.quantization,
         activation_quantization=form.activation_quantization,
-        threads=given["threads"] or usable_cores(),
+        threads=threads or usable_cores(),
         prefix_caching=True,
     )
     start = time.perf_counter()
-    loaded = load_model(config, lambda line: say(f"{name}: {line}"))
+    loaded = load_model(config, say)
     seconds = time.perf_counter() - start
     scheduler = scheduler_config(
         config,
@@ -118,6 +128,8 @@ def _load(given: dict[str, Any], form: "Form", name: str, say: Callable[[str], N
 
 def _settings(given: dict[str, Any], questions: "Questions | None") -> dict[str, Any]:
     settings = {name: given[name] for name in ("model", "windows", "window", "seed", "runs")}
+    if given["reference"] is not None:
+        settings["reference"] = given["reference"]
     settings["text"] = _OWN_TEXT if given["text"] is None else given["text"].name
     if questions is not None:
         settings |= {"questions": given["questions"].name, "asked": questions.count}

@@ -14,6 +14,7 @@ _COMMANDS = {
     "up": ("kvasir.cli.up:up", "Serve a ModelService on this machine."),
     "status": ("kvasir.cli.status:status", "Show workers, load, KV use and prefix hit rate."),
     "chat": ("kvasir.cli.chat:chat", "Talk to the served model."),
+    "quantize": ("kvasir.cli.quantize:quantize", "Round a model to int4, with its quality kept."),
     "bench": ("kvasir.bench.cli:bench", "Measure a server or the engine."),
     "doctor": ("kvasir.cli.doctor:doctor", "Check this machine and say what to mend."),
 }

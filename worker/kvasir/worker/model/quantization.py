@@ -98,10 +98,15 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
     return Int8Weight(values.round().clamp(-127, 127).to(torch.int8), scales)
 
 
-def quantize_int4(weight: Tensor) -> Int4Weight:
-    """For each group the grid, of those that are tried, with the least squared error."""
+def quantize_int4(weight: Tensor, importance: Tensor | None = None) -> Int4Weight:
+    """For each group the grid, of those that are tried, with the least squared error.
+
+    ``importance`` [inputs] weighs the errors; equally, if it is not given.
+    """
     _, inputs = weight.shape
-    parts = [_search(_groups(rows.float()), inputs) for rows in torch.split(weight, _ROWS)]
+    weighed = torch.ones(inputs, device=weight.device) if importance is None else importance.float()
+    weighed = pad(weighed, (0, -inputs % GROUP)).view(-1, GROUP)
+    parts = [_search(_groups(rows.float()), weighed) for rows in torch.split(weight, _ROWS)]
     codes, scales, minima = (torch.cat(part) for part in zip(*parts, strict=True))
     return Int4Weight(codes, scales, minima, inputs)
 
@@ -114,9 +119,7 @@ def _groups(weight: Tensor) -> Tensor:
     return weight.reshape(len(weight), -1, GROUP)
 
 
-def _search(groups: Tensor, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    counted = torch.arange(groups.shape[1] * GROUP, device=groups.device) < inputs
-    counted = counted.view(groups.shape[1:])
+def _search(groups: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = groups.amin(-1), groups.amax(-1)
     center, span = (low + high) / 2, high - low
     tried = [(low, span / steps) for steps in _STEPS]
@@ -126,7 +129,7 @@ def _search(groups: Tensor, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     scales, minima = torch.zeros_like(low, dtype=torch.half), low.half()
     for minimum, scale in ((start.half(), step.half()) for start, step in tried):
         found = _codes(groups, minimum, scale)
-        error = ((_values(found, scale, minimum) - groups).square() * counted).sum(-1)
+        error = ((_values(found, scale, minimum) - groups).square() * importance).sum(-1)
         better = error < best
         best = torch.where(better, error, best)
         codes = torch.where(better[..., None], found, codes)
