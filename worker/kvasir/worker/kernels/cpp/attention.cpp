@@ -228,7 +228,7 @@ void Attention::multiply(const bf16* a, ptrdiff_t a_stride, int rows, const bf16
       height = std::min(tiling.height, rows - row);
       const bf16* weights = w + block * w_stride;
       tile_function(height, width)(a + row * a_stride, a_stride, weights, w_stride,
-                                   prefetcher.take(inputs / 2, weights), inputs, c + row * c_stride + block * kBlock,
+                                   {prefetcher.take(inputs / 2, weights)}, inputs, c + row * c_stride + block * kBlock,
                                    c_stride);
     }
   }

@@ -6,7 +6,7 @@ namespace {
 constexpr int kVectors = kBlock / kLanes;  // to hold one block's sums
 
 template <int kRows, int kBlocks>
-void tile(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, const void* ahead, int inputs,
+void tile(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, Ahead ahead, int inputs,
           float* c, ptrdiff_t c_stride) {
   constexpr int kWidth = kBlocks * kVectors;
   Floats sums[kRows][kWidth];
@@ -15,7 +15,7 @@ void tile(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, 
 #pragma GCC unroll 8
     for (int j = 0; j < kWidth; j++) sums[row][j] = broadcast(0.0f);
   for (int k = 0; k < inputs; k += 2) {
-    _mm_prefetch(static_cast<const char*>(ahead) + k * kBlock * sizeof(bf16), _MM_HINT_T1);
+    ahead.fetch(ptrdiff_t{k} * kBlock * sizeof(bf16));
     Pairs weights[kWidth];
 #pragma GCC unroll 8
     for (int j = 0; j < kWidth; j++)

@@ -39,12 +39,12 @@ struct Matrix {
   // Whether it is multiplied with rounded rows; two planes of bytes keep bfloat16 as good as it was.
   bool rounds() const { return by_bytes() || kind == Kind::kInt8Activations; }
   int planes() const { return by_bytes() && kind == Kind::kInt8 ? 2 : 1; }
-  const std::byte* block(int index) const {
-    const ptrdiff_t bytes = kind == Kind::kInt4   ? ptrdiff_t{groups()} * kGroupBytes
-                            : kind == Kind::kBf16 ? ptrdiff_t{inputs} * kBlock * 2
-                                                  : ptrdiff_t{inputs} * kBlock;
-    return static_cast<const std::byte*>(weights) + index * bytes;
+  ptrdiff_t block_bytes() const {
+    return kind == Kind::kInt4   ? ptrdiff_t{groups()} * kGroupBytes
+           : kind == Kind::kBf16 ? ptrdiff_t{inputs} * kBlock * 2
+                                 : ptrdiff_t{inputs} * kBlock;
   }
+  const std::byte* block(int index) const { return static_cast<const std::byte*>(weights) + index * block_bytes(); }
   int groups() const { return (inputs + kGroup - 1) / kGroup; }
 };
 
@@ -76,8 +76,8 @@ struct Tiling {
 };
 
 // C [rows, blocks * 16] of up to kTileRows[blocks] rows; blocks is 1, 2 or 4. W is packed bfloat16, `stride` elements
-// from one block to the next. Meanwhile the block at `ahead` comes into the second-level cache.
-using TileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, const void* ahead,
+// from one block to the next. Meanwhile as many lines as one block has are fetched `ahead`, of each run.
+using TileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, Ahead ahead,
                               int inputs, float* c, ptrdiff_t c_stride);
 TileFunction tile_function(int rows, int blocks);
 

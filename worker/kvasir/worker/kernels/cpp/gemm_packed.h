@@ -47,7 +47,7 @@ inline Blocks bf16_blocks(const Matrix& matrix, int first, int count) {
 
 // Sums of a tile's rows, times the rows' scales if they are rounded.
 inline void multiply_tile(const Matrix& matrix, const Rows& a, int row, int rows, const Blocks& widened,
-                          [[maybe_unused]] int block, int count, const void* ahead, float* sums, ptrdiff_t stride) {
+                          [[maybe_unused]] int block, int count, Ahead ahead, float* sums, ptrdiff_t stride) {
 #if defined(__AVX512VNNI__)
   if (matrix.by_bytes()) {
     const ptrdiff_t w_stride = ptrdiff_t{matrix.inputs} * kBlock;
@@ -82,13 +82,14 @@ void multiply_packed(const Matrix& matrix, const Rows& a, Range rows, Range bloc
     const int tile = tiling.width(blocks.end - block);
     width = std::max(tile, std::min(2, blocks.end - block));  // pairs stay together, however narrow the tiles are
     const Blocks widened = matrix.by_bytes() ? Blocks{} : bf16_blocks(matrix, block, width);
-    // The next blocks are fetched while the first tiles are computed, one for each: the hardware sees too late where
-    // they are.
+    // The next two blocks are fetched while the first tiles are computed, one for each, or both for an only one: the
+    // hardware sees too late where they are.
     int next = block + width;
+    const ptrdiff_t apart = tile == 2 && tiling.height >= rows.end - rows.first ? matrix.block_bytes() : 0;
     for (int row = rows.first, height; row < rows.end; row += height) {
       height = std::min(tiling.height, rows.end - row);
       for (int i = 0; i < width; i += tile)
-        multiply_tile(matrix, a, row, height, widened.from(i), block + i, tile, matrix.block(next), sums + i * kBlock,
+        multiply_tile(matrix, a, row, height, widened.from(i), block + i, tile, {matrix.block(next), apart}, sums + i * kBlock,
                       kStride);
       if (next + 1 < block + 2 * width) next++;
       for (int i = 0; i < height; i++) {

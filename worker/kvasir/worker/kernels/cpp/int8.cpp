@@ -17,7 +17,7 @@ inline Ints dot(Ints totals, Ints a, Ints w) {
 
 template <int kRows, int kBlocks, int kPlanes>
 void tile(const uint8_t* a, ptrdiff_t a_stride, ptrdiff_t a_plane, const float* a_scales, const int8_t* w,
-          ptrdiff_t w_stride, const void* ahead, const int32_t* sums, int inputs, float* c, ptrdiff_t c_stride) {
+          ptrdiff_t w_stride, Ahead ahead, const int32_t* sums, int inputs, float* c, ptrdiff_t c_stride) {
   Ints totals[kPlanes][kRows][kBlocks];
 #pragma GCC unroll 4
   for (int block = 0; block < kBlocks; block++) {
@@ -30,7 +30,7 @@ void tile(const uint8_t* a, ptrdiff_t a_stride, ptrdiff_t a_plane, const float* 
     }
   }
   for (int k = 0; k < inputs; k += kQuad) {
-    _mm_prefetch(static_cast<const char*>(ahead) + k * kBlock, _MM_HINT_T1);
+    ahead.fetch(ptrdiff_t{k} * kBlock);
     Ints weights[kBlocks];
 #pragma GCC unroll 4
     for (int block = 0; block < kBlocks; block++)

@@ -54,7 +54,7 @@ using Rounded = uint8_t;
 // `planes` lie `a_plane` bytes apart; `sums` are those of each output's weights. A tile has up to kTileRows[blocks] of
 // gemm.h divided by `planes` rows.
 using ByteTileFunction = void (*)(const uint8_t* a, ptrdiff_t a_stride, ptrdiff_t a_plane, const float* a_scales,
-                                  const int8_t* w, ptrdiff_t w_stride, const void* ahead, const int32_t* sums,
+                                  const int8_t* w, ptrdiff_t w_stride, Ahead ahead, const int32_t* sums,
                                   int inputs, float* c, ptrdiff_t c_stride);
 ByteTileFunction byte_tile_function(int rows, int blocks, int planes);
 

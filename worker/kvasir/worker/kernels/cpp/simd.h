@@ -20,6 +20,18 @@ constexpr int kBlock = 16;
 
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+// Memory that comes into the caches while something else is computed: two runs of lines, `apart` bytes from each other;
+// one and the same if that is 0.
+struct Ahead {
+  const void* lines;
+  ptrdiff_t apart = 0;
+  void fetch(ptrdiff_t offset) const {
+    const char* at = static_cast<const char*>(lines) + offset;
+    _mm_prefetch(at, _MM_HINT_T0);
+    _mm_prefetch(at + apart, _MM_HINT_T0);
+  }
+};
+
 inline bf16 narrow(float value) {  // to nearest, ties to even; a NaN stays one
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
