@@ -197,7 +197,7 @@ def test_standard_text_is_no_part_of_what_quality_is_measured_on() -> None:
         (["--model", "{given}", "--output", "{root}/a/b/c"], "cannot be made"),
         (
             ["--model", "{given}", "--output", "{root}/new", "--text", "{root}/short.txt"],
-            "text: its 30 tokens are fewer than 64 windows of 512; give a longer text",
+            "text: its 30 tokens are fewer than 32 windows of 512; give a longer text",
         ),
         (
             ["--model", "{given}", "--output", "{root}/new", "--text", "{root}/latin.txt"],

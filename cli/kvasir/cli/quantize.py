@@ -25,7 +25,7 @@ _COUNT = click.IntRange(min=1)
     help="Plain text, UTF-8, like what the model will read and write. "
     "[default: docstrings of Python's standard library]",
 )
-@click.option("--windows", type=_COUNT, default=64, show_default=True, help="Of text.")
+@click.option("--windows", type=_COUNT, default=32, show_default=True, help="Of text.")
 @click.option("--window", type=click.IntRange(min=2), default=512, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows.")
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores.")
