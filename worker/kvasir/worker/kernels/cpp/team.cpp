@@ -11,19 +11,28 @@ namespace {
 // delays what it waits for.
 constexpr auto kSpin = std::chrono::microseconds(20);
 
-// Until `value` is no longer `old`.
-void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
+}  // namespace
+
+void Milestone::advance() {
+  value_.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+  const std::lock_guard lock(mutex_);
+  woken_.notify_all();
+}
+
+void Milestone::wait_beyond(uint32_t old) {
   const auto limit = std::chrono::steady_clock::now() + kSpin;
   do {
     for (int i = 0; i < 64; i++) {
-      if (value.load(std::memory_order_acquire) != old) return;
+      if (reached() != old) return;
       _mm_pause();
     }
   } while (std::chrono::steady_clock::now() < limit);
-  while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+  std::unique_lock lock(mutex_);
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  woken_.wait(lock, [&] { return value_.load(std::memory_order_seq_cst) != old; });
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);
 }
-
-}  // namespace
 
 Team::Team(int size) : size_(size) {
   for (int member = 1; member < size; member++) threads_.emplace_back([this, member] { serve(member); });
@@ -47,13 +56,12 @@ void Team::run(const std::function<void(int)>& work) {
 
 void Team::start(const std::function<void(int)>* work) {
   work_ = work;
-  started_.fetch_add(1, std::memory_order_release);
-  started_.notify_all();
+  started_.advance();
 }
 
 void Team::serve(int member) {
   for (uint32_t runs = 0;; runs++) {
-    wait_while(started_, runs);
+    started_.wait_beyond(runs);
     if (work_ == nullptr) return;
     (*work_)(member);
     barrier();
@@ -65,14 +73,13 @@ void Team::barrier() {
     next_.store(0, std::memory_order_relaxed);
     return;
   }
-  const uint32_t before = passed_.load(std::memory_order_relaxed);
+  const uint32_t before = passed_.reached();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
     next_.store(0, std::memory_order_relaxed);
-    passed_.store(before + 1, std::memory_order_release);
-    passed_.notify_all();
+    passed_.advance();
   } else {
-    wait_while(passed_, before);
+    passed_.wait_beyond(before);
   }
 }
 

@@ -6,12 +6,36 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <thread>
 #include <vector>
 
 namespace kvasir {
+
+// A number that only grows, and threads that wait for it to.
+//
+// std::atomic's own wait() looks for sleepers with a load that may overtake the store before it (GCC 12), and then
+// wakes nobody.
+class Milestone {
+ public:
+  uint32_t reached() const { return value_.load(std::memory_order_acquire); }
+
+  // One more; what was written before is seen by those who wait for it.
+  void advance();
+
+  // Until it is more than `old`.
+  void wait_beyond(uint32_t old);
+
+ private:
+  // Either advance() sees the sleeper or the sleeper the new number: both orders are sequentially consistent.
+  std::atomic<uint32_t> value_{0};
+  std::atomic<int> sleepers_{0};
+  std::mutex mutex_;
+  std::condition_variable woken_;
+};
 
 class Team {
  public:
@@ -37,9 +61,9 @@ class Team {
 
   const int size_;
   const std::function<void(int)>* work_ = nullptr;  // null: the team ends
-  std::atomic<uint32_t> started_{0};  // changes with each run
+  Milestone started_;  // runs
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> passed_{0};  // changes with each barrier
+  alignas(64) Milestone passed_;  // barriers
   alignas(64) std::atomic<int> next_{0};
   std::vector<std::thread> threads_;
 };
