@@ -1,12 +1,14 @@
 """`kvasir bench startup`: what is added up, and one start of a tiny model."""
 
 import asyncio
+import subprocess
+import time
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders
 
 from helpers.models import save_tiny
-from kvasir.bench.startup import Start, measure, summarize
+from kvasir.bench.startup import Start, born, measure, summarize
 from kvasir.bench.stats import Spread
 from kvasir.worker.config import WorkerConfig
 
@@ -16,6 +18,16 @@ def test_what_is_neither_weights_nor_kv_is_the_rest() -> None:
     assert figure.ready_s == Spread(4.0, 3.0, 5.0)
     assert figure.other == Spread(350, 300, 400)
     assert figure.other_serving == Spread(425, 350, 500)
+
+
+def test_a_process_is_born_when_it_was_started() -> None:
+    tick = 0.02
+    before = time.time()
+    with subprocess.Popen(("sleep", "60")) as process:
+        after = time.time()
+        found = born(process.pid)
+        process.kill()
+    assert before - tick < found < after + tick
 
 
 def test_one_start(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ again after it has served requests that fill its largest step.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -79,15 +80,25 @@ async def measure(worker: WorkerConfig, runs: int, seed: int, progress: Progress
     return starts
 
 
+def born(pid: int) -> float:
+    """When a process was started, in seconds since the Unix epoch, to the kernel's tick of 10 ms.
+
+    psutil counts from the time of the last boot, which Linux tells in whole seconds. By the clock
+    that runs since then, the process's age is known without it.
+    """
+    since_boot = psutil.Process(pid).create_time() - psutil.boot_time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+
+
 async def _start(stack: Stack, worker: WorkerConfig, random: Random) -> Start:
     name = worker.worker_id
-    born = psutil.Process(stack.worker(name).pid).create_time()
+    birth = born(stack.worker(name).pid)
     ready = (stack.folder / f"{name}.state.json").stat().st_mtime
     before = await stack.worker_metrics(name)
     await _serve(stack, worker, random)
     after = await stack.worker_metrics(name)
     return Start(
-        ready_s=ready - born,
+        ready_s=ready - birth,
         weights=int(before.total(_HELD, part="weights")),
         kv=int(before.total(_HELD, part="kv")),
         resident=int(before.total(_RESIDENT)),
