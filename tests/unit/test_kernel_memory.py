@@ -32,11 +32,15 @@ Anonymous:             0 kB
 Anonymous:             0 kB
 a000-c000 r--p 00000000 08:01 13                         /lib/a b/two.cpython-311.so
 Anonymous:             0 kB
+Swap:                  0 kB
+c000-d000 r--p 00002000 08:01 13                         /lib/a b/two.cpython-311.so
+Anonymous:             0 kB
+Swap:                  4 kB
 """
 
 
 def test_only_clean_mappings_of_libraries_are_let_go() -> None:
-    """Not those with relocated or written pages, not a model's file, not anonymous memory."""
+    """Not those with relocated or written pages, even swapped out ones, nor any other file's."""
     assert list(_clean_mappings(SMAPS)) == [(0x1000, 0x3000), (0xA000, 0xC000)]
 
 

@@ -23,6 +23,8 @@ _HEADER = re.compile(
     re.MULTILINE,
 )
 _CLEAN = re.compile(r"^Anonymous: +0 kB$", re.MULTILINE)
+_SWAPPED = re.compile(r"^Swap: +[1-9]", re.MULTILINE)
+"""Pages of its own as well, which Anonymous does not count while they are swapped out."""
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -119,6 +121,7 @@ def _clean_mappings(smaps: str) -> Iterator[tuple[int, int]]:
     found = list(_HEADER.finditer(smaps))
     ends = [*(match.start() for match in found[1:]), len(smaps)]
     for match, end in zip(found, ends, strict=True):
-        clean = _CLEAN.search(smaps, match.end(), end)
+        described = smaps[match.end() : end]
+        clean = _CLEAN.search(described) and not _SWAPPED.search(described)
         if clean and "w" not in match["permissions"] and ".so" in Path(match["file"]).name:
             yield int(match["first"], 16), int(match["end"], 16)
