@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from itertools import pairwise
 
 import psutil
@@ -64,3 +66,24 @@ async def test_a_short_answer_and_a_refused_request_have_failed() -> None:
             await ask(url)
         with pytest.raises(RequestsFailedError, match="2 requests failed: http 404"):
             await ask(url, model="other")
+
+
+def test_what_nobody_waits_for_any_more_is_ended_with_the_thread() -> None:
+    """As after Ctrl-C while processes start: whoever began them must come to end them."""
+    begun, ended = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with LoopThread() as loop:
+            answer = pool.submit(loop.run, endless())
+            begun.wait()
+        assert ended.is_set()
+        with pytest.raises(CancelledError):
+            answer.result()

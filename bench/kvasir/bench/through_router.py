@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """A thread with an event loop; use as a context manager."""
+    """A thread with an event loop; use as a context manager, which ends all work at its exit."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -43,9 +43,18 @@ class LoopThread:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self.run(_end_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _end_others() -> None:
+    """Cancel what this loop still works on and wait for its end; Ctrl-C leaves it to go on."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
