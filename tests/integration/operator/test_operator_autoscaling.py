@@ -21,7 +21,6 @@ from helpers.operator_daemon import Operator
 from helpers.operator_process import Series
 
 ROOT = Path(__file__).resolve().parents[3]
-CRDS = ROOT / "charts" / "kvasir" / "crds"
 SAMPLE = ROOT / "deploy" / "samples" / "01-minimal.yaml"
 SECONDS = 180
 WINDOW = 10
