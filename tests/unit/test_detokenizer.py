@@ -102,6 +102,15 @@ def test_byte_fallback_tokens_are_bytes() -> None:
     assert "".join(pieces) == core.decode(ids)
 
 
+def test_no_prompt_is_cut_or_padded_as_in_training() -> None:
+    core = _sentencepiece(["a", "b"])
+    core.enable_truncation(4)
+    core.enable_padding(length=6, pad_id=1)
+    built = ModelTokenizer.from_files({"tokenizer.json": core.to_str().encode()})
+    assert built.core.encode("a" * 9).ids == [0] * 9
+    assert built.core.encode("a").ids == [0]
+
+
 def test_an_unknown_decoder_is_refused() -> None:
     core = _sentencepiece(["a"])
     core.decoder = decoders.WordPiece()

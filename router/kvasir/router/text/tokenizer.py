@@ -66,6 +66,9 @@ class ModelTokenizer:
             core = Tokenizer.from_buffer(files[_TOKENIZER])
         except Exception as error:  # tokenizers raises no narrower one
             raise TokenizerError(f"the model's tokenizer files are broken: {error}") from error
+        # Files may keep what training did to its batches; a prompt is taken as it is.
+        core.no_truncation()
+        core.no_padding()
         table = _token_bytes(core, description)
         bos, eos = _token_text(config, "bos_token"), _token_text(config, "eos_token")
         bos_id = core.token_to_id(bos) if bos else None

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from kvasir.worker.calibration.checkpoint import new_folder, write_description, write_weights
 from kvasir.worker.calibration.layers import Calibration
-from kvasir.worker.calibration.text import draw_windows, standard_docstrings
+from kvasir.worker.calibration.text import draw_windows, read_tokenizer, standard_docstrings
 from kvasir.worker.model.errors import ModelError
 from kvasir.worker.model.machine import usable_cores
 from kvasir.worker.model.source import open_source
@@ -48,7 +47,7 @@ def quantize(
                 "give shorter windows",
             )
         text = standard_docstrings() if sample.text is None else sample.text
-        tokenizer = Tokenizer.from_buffer(source.tokenizer_files[TOKENIZER])
+        tokenizer = read_tokenizer(source.tokenizer_files[TOKENIZER])
         windows = draw_windows(tokenizer, text, sample.windows, sample.window, sample.seed)
         write_description(folder, model, source)
         calibration = Calibration(source.config, source.weights, windows, progress)

@@ -29,6 +29,14 @@ def standard_docstrings() -> str:
     return "\n\n".join(doc for file in taken for doc in _docstrings(file.read_bytes()))
 
 
+def read_tokenizer(data: bytes) -> Tokenizer:
+    """From tokenizer.json, without what it may say of cutting and padding texts."""
+    tokenizer = Tokenizer.from_buffer(data)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def draw_windows(tokenizer: Tokenizer, text: str, count: int, size: int, seed: int) -> Tensor:
     """Token ids of ``count`` parts of a text that do not overlap, int64 [count, size].
 
