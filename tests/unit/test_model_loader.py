@@ -186,6 +186,22 @@ def test_settings_that_do_not_fit(folder: Path, fields: dict[str, Any], said: st
     assert said in refusal(f"file://{folder}", **fields)
 
 
+def test_a_draft_of_all_layers_is_refused_before_weights_are_read(folder: Path) -> None:
+    lines: list[str] = []
+    config = WorkerConfig(
+        worker_id="w",
+        model=f"file://{folder}",
+        dtype="float32",
+        device="cpu",
+        max_model_len=64,
+        speculative_method="draft",
+        draft_layers=3,
+    )
+    with pytest.raises(ModelError, match=r"^draft_layers: 3 layers .*; set it to at most 2$"):
+        load_model(config, lines.append)
+    assert lines == [f"opening file://{folder}"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_asked_for_and_absent(folder: Path) -> None:
     assert refusal(f"file://{folder}", device="cuda").startswith("device: no CUDA device")

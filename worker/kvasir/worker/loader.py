@@ -74,6 +74,7 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     kernels = _kernels(config, device, progress)
     dtype = _dtype(config, device, kernels)
     num_blocks = _num_blocks(config, model, dtype)
+    draft_layers = _draft_layers(config, model)
     check_weights(source.weights, model)
     _check_memory(config, footprint(model, dtype, quantization, packed=kernels is not None), device)
     # What is to be rounded is read as it is: to round twice is worse.
@@ -84,10 +85,11 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     cache = KvCache(model, num_blocks, config.block_size, dtype, device)
     return_free_memory()
     release_library_pages()
+    draft = None
+    if draft_layers is not None:
+        draft = DraftModel(decoder.first_layers(draft_layers), source.eos_token_ids)
     return LoadedModel(
-        runner=TorchRunner(
-            decoder, cache, source.eos_token_ids, _draft_model(config, source, decoder)
-        ),
+        runner=TorchRunner(decoder, cache, source.eos_token_ids, draft),
         vocab_size=model.vocab_size,
         eos_token_ids=source.eos_token_ids,
         max_model_len=config.max_model_len,
@@ -134,17 +136,18 @@ def _decoder(
     )
 
 
-def _draft_model(config: WorkerConfig, source: ModelSource, decoder: Decoder) -> DraftModel | None:
+def _draft_layers(config: WorkerConfig, model: ModelConfig) -> int | None:
+    """How many of the first layers draft; None without a draft model."""
     if config.speculative_method != "draft":
         return None
-    layers = config.draft_layers or max(1, source.config.num_layers * 4 // 5)
-    if layers >= source.config.num_layers:
+    layers = config.draft_layers or max(1, model.num_layers * 4 // 5)
+    if layers >= model.num_layers:
         raise ModelError(
             "draft_layers",
-            f"{layers} layers are no less work than all {source.config.num_layers}",
-            f"set it to at most {source.config.num_layers - 1}",
+            f"{layers} layers are no less work than all {model.num_layers}",
+            f"set it to at most {model.num_layers - 1}",
         )
-    return DraftModel(decoder.first_layers(layers), source.eos_token_ids)
+    return layers
 
 
 def _device(config: WorkerConfig) -> torch.device:
