@@ -1,4 +1,4 @@
-"""Who is alive, and in which state: the one place where sequences come, change and go.
+"""Who is alive, waits and runs: the one place where sequences come, change places and go.
 
 Owns every sequence, and with it all that keeps something of one: its blocks (KvBlocks), its
 siblings, its beams, its drafts, and what is to be told of it. Each change of state that concerns
@@ -24,7 +24,7 @@ from kvasir.worker.speculation.speculator import Speculator
 
 
 class Roster:
-    """Read by the scheduler's phases; its lists are changed by its own methods only.
+    """Read by the scheduler's phases; ``waiting`` and ``running`` only its own methods change.
 
     ``outputs`` and ``signals`` collect news until the scheduler takes them away.
     """

@@ -45,7 +45,7 @@ class State(Enum):
 
 
 class Sequence:
-    """A request's progress. Only the scheduler changes it, between steps.
+    """A request's progress. Only the scheduler and its parts change it, between steps.
 
     ``tokens`` are prompt and output so far; ``num_computed`` of them, leading, have their KV in
     ``block_table``. ``num_stored`` leading blocks of it are shared through the prefix cache.
