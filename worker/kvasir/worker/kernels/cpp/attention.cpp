@@ -14,7 +14,6 @@ constexpr ptrdiff_t kValueStride = (kSegment + 2) * kBlock;
 constexpr ptrdiff_t key_size(int depth) { return ptrdiff_t{kSegment} * depth; }
 constexpr ptrdiff_t value_size(int depth) { return kValueStride * depth / kBlock; }
 constexpr int kLine = 64;        // bytes that come together
-constexpr int kLead = 1024;      // lines that are on their way or there before they are used
 constexpr int kLinesAtOnce = 4;  // as many as are used in that time
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 

@@ -50,16 +50,18 @@ struct Keys {
   bool operator==(const Keys&) const = default;
 };
 
-// K and V on their way to the second-level cache while earlier ones are worked on: they lie in blocks all over memory,
+// K and V on their way to the caches while earlier ones are worked on: they lie in blocks all over memory,
 // in an order that the hardware does not guess. The lead stays the same, from one piece of work on to the next, and a
 // few lines are fetched at once, since a core waits for few at a time.
 class Prefetcher {
  public:
+  static constexpr int kLead = 1024;  // lines that are on their way or there before they are used
+
   explicit Prefetcher(const Cache& cache, int layer) : cache_(cache), layer_(layer) {}
   // `now` is worked on from here on, and after it `next`; no keys at all are fine.
   void expect(const Keys& now, const Keys& next);
   // So many lines were used: as many more may be fetched.
-  void used(int lines) { allowed_ += lines; }
+  void used(int lines) { allowed_ = std::min(allowed_ + lines, kLead); }
   // Fetches up to so many lines.
   void advance(int lines);
   // So many consecutive lines for the caller to fetch, or `otherwise` where that cannot be.
@@ -83,7 +85,7 @@ class Attention {
  public:
   // For the new tokens `span` and the KV heads [first_head, end_head). queries and out are
   // [count][kv_heads * group][head_dim] bfloat16, rows of all heads `row_size` apart.
-  // The prefetcher expects the span's keys.
+  // The prefetcher expects the span's keys, or none.
   void attend(const Cache& cache, int layer, const Span& span, int first_head, int end_head, int group,
               ptrdiff_t row_size, const bf16* queries, bf16* out, Prefetcher& prefetcher);
 

@@ -85,12 +85,14 @@ void multiply_packed(const Matrix& matrix, const Rows& a, Range rows, Range bloc
     // The next two blocks are fetched while the first tiles are computed, one for each, or both for an only one: the
     // hardware sees too late where they are.
     int next = block + width;
-    const ptrdiff_t apart = tile == 2 && tiling.height >= rows.end - rows.first ? matrix.block_bytes() : 0;
+    const bool only = tile == 2 && tiling.height >= rows.end - rows.first;
+    const bool as_packed = matrix.kind == Kind::kBf16 || matrix.by_bytes();  // else one run is several blocks long
+    const ptrdiff_t apart = only && as_packed ? matrix.block_bytes() : 0;
     for (int row = rows.first, height; row < rows.end; row += height) {
       height = std::min(tiling.height, rows.end - row);
+      const Ahead ahead{matrix.block(next), apart};
       for (int i = 0; i < width; i += tile)
-        multiply_tile(matrix, a, row, height, widened.from(i), block + i, tile, {matrix.block(next), apart}, sums + i * kBlock,
-                      kStride);
+        multiply_tile(matrix, a, row, height, widened.from(i), block + i, tile, ahead, sums + i * kBlock, kStride);
       if (next + 1 < block + 2 * width) next++;
       for (int i = 0; i < height; i++) {
         float* values = sums + i * kStride;

@@ -9,11 +9,12 @@ namespace {
 
 // Up to here every member normalizes all rows for itself, which is cheaper than to wait for each other.
 constexpr int kFewTokens = 2;
-// From here on members take parts of a product in turn, so that one who is interrupted holds nobody up; with fewer rows
-// the memory decides, which likes each member's part in one piece.
-constexpr int kManyTokens = 16;
-// Such a part: rows that stay in the second-level cache, and blocks enough to make it worth while.
+// Up to here the memory decides, which likes each member's part of a product in one piece.
+constexpr int kFewRows = 16;
+// With more rows members take parts in turn, so that one who is interrupted holds nobody up. Up to this many, which
+// stay in the second-level cache, each takes a large part first, and seven eighths of the product are in those.
 constexpr int kPartRows = 96;
+// Blocks of a part, enough to make it worth while, if there are more rows.
 constexpr int kPartBlocks = 12;
 // Up to here query rows wait for their keys to come from memory; more of them keep a core busy with each key.
 constexpr int kFewQueryRows = 24;
@@ -27,6 +28,26 @@ void ensure(std::vector<T>& buffer, size_t count) {
   if (buffer.size() < count) buffer.resize(count);
 }
 
+// Consecutive runs of blocks: a large one for each member, and small ones to even out what those took.
+class Parts {
+ public:
+  Parts(int blocks, int members)
+      : blocks_(blocks),
+        members_(members),
+        large_(blocks * 7 / 8 / members / 2 * 2),
+        small_(std::max(2, round_up(rest() / (4 * members), 2))) {}
+  int count() const { return members_ + (rest() + small_ - 1) / small_; }
+  Range operator[](int index) const {
+    if (index < members_) return {index * large_, (index + 1) * large_};
+    const int first = members_ * large_ + (index - members_) * small_;
+    return {first, std::min(first + small_, blocks_)};
+  }
+
+ private:
+  int rest() const { return blocks_ - members_ * large_; }
+  const int blocks_, members_, large_, small_;
+};
+
 void round_rows(const Matrix& matrix, const Rows& rows, Range range) {
   for (int row = range.first; row < range.end; row++) {
     const ptrdiff_t at = row * rows.stride;
@@ -39,13 +60,17 @@ void round_rows(const Matrix& matrix, const Rows& rows, Range range) {
 // One member's share of a product of all rows.
 template <class Finish>
 void Engine::product(const Matrix& matrix, const Rows& a, int rows, int member, const Finish& finish) {
-  if (rows < kManyTokens) {
-    multiply_packed(matrix, a, {0, rows}, share(matrix.blocks(), 2, member, team_.size()), finish);
-    return;
+  const int size = team_.size(), blocks = matrix.blocks();
+  if (rows <= kFewRows) {
+    multiply_packed(matrix, a, {0, rows}, share(blocks, 2, member, size), finish);
+  } else if (rows <= kPartRows) {
+    const Parts parts(blocks, size);
+    for (int part; (part = team_.claim()) < parts.count();) multiply_packed(matrix, a, {0, rows}, parts[part], finish);
+  } else {
+    const int high = (rows + kPartRows - 1) / kPartRows, wide = (blocks + kPartBlocks - 1) / kPartBlocks;
+    for (int part; (part = team_.claim()) < high * wide;)
+      multiply_packed(matrix, a, share(rows, 1, part / wide, high), share(blocks, 2, part % wide, wide), finish);
   }
-  const int high = (rows + kPartRows - 1) / kPartRows, wide = (matrix.blocks() + kPartBlocks - 1) / kPartBlocks;
-  for (int part; (part = team_.claim()) < high * wide;)
-    multiply_packed(matrix, a, share(rows, 1, part / wide, high), share(matrix.blocks(), 2, part % wide, wide), finish);
 }
 
 // The phases of a step; each is one member's part of it.
