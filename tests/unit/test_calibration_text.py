@@ -10,12 +10,12 @@ TEXT = " ".join(f"w{i}" for i in range(1, 41))
 
 
 def tokenizer() -> Tokenizer:
-    """Of a model that was trained on batches of four tokens; id 0 begins a text."""
-    vocab = {f"w{i}": i for i in range(1, 41)} | {"<s>": 0}
+    """Of a model that was trained on batches of four tokens; 0 begins a text, 41 ends it."""
+    vocab = {f"w{i}": i for i in range(1, 41)} | {"<s>": 0, "</s>": 41}
     made = Tokenizer(models.WordLevel(vocab))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+        single="<s> $A </s>", pair="<s> $A $B </s>", special_tokens=[("<s>", 0), ("</s>", 41)]
     )
     made.enable_truncation(4)
     made.enable_padding(length=8)
@@ -27,6 +27,11 @@ def test_windows_do_not_overlap_and_each_begins_as_a_text_does() -> None:
     assert windows[:, 0].tolist() == [0] * 8
     parts = [tuple(row) for row in windows[:, 1:].tolist()]
     assert sorted(parts) == [tuple(range(first, first + 5)) for first in range(1, 41, 5)]
+
+
+def test_special_tokens_in_a_text_are_of_the_text() -> None:
+    windows = draw_windows(tokenizer(), f"<s> w1 </s> {TEXT}", count=1, size=44, seed=3)
+    assert windows.tolist() == [[0, 0, 1, 41, *range(1, 41)]]
 
 
 @pytest.mark.parametrize(("count", "size"), [(9, 6), (1, 42)])

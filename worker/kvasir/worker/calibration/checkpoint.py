@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,8 +22,14 @@ from kvasir.worker.model.config import ModelConfig, from_hf
 from kvasir.worker.model.errors import ModelError
 from kvasir.worker.model.source import ModelSource, locate
 
-_SHARD_BYTES = 2 << 30
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+SHARD_BYTES = 2 << 30
+"""A file of weights is complete with the tensor that makes it this large."""
+_DESCRIPTIVE = frozenset(
+    ["", ".jinja", ".json", ".md", ".model", ".pdf", ".py", ".tiktoken", ".txt"]
+)
+"""Suffixes of the files that come along: any other may hold weights, in one of many formats."""
+_INDEX = ".index."
+"""In the name of a file that says where weights are."""
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -35,7 +42,8 @@ _ARCHITECTURES = {
 def new_folder(output: Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``output`` at the end; nothing is left of a failure.
 
-    ModelError if there is something already, or no place for it.
+    ModelError if there is something already, or no place for it. So it is for what is written
+    into it by the functions below.
     """
     if output.exists():
         raise ModelError("output", f"{output} exists", "remove it, or give another folder")
@@ -48,7 +56,8 @@ def new_folder(output: Path) -> Iterator[Path]:
     try:
         folder.chmod(0o755)
         yield folder
-        folder.rename(output)
+        with _writing():
+            folder.rename(output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # there is none after success
 
@@ -56,18 +65,25 @@ def new_folder(output: Path) -> Iterator[Path]:
 def write_description(folder: Path, url: str, source: ModelSource) -> None:
     """All but the weights: those files of a given folder, or what a GGUF file says."""
     path = locate(url)
+    with _writing():
+        config = _describe(folder, path, source)
+        config["dtype"] = "float32"
+        text = json.dumps(config, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _describe(folder: Path, path: Path, source: ModelSource) -> dict[str, Any]:
+    """Write all but config.json, which is returned without a dtype."""
     if path.is_dir():
         for file in path.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS):
+            if file.is_file() and file.suffix in _DESCRIPTIVE and _INDEX not in file.name:
                 shutil.copyfile(file, folder / file.name)
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
-    else:
-        for name, content in source.tokenizer_files.items():
-            (folder / name).write_bytes(content)
-        config = _described(source.config, source.eos_token_ids)
-    config["dtype"] = "float32"
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        return config
+    for name, content in source.tokenizer_files.items():
+        (folder / name).write_bytes(content)
+    return _config_json(source.config, source.eos_token_ids)
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -78,23 +94,36 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
     def flush() -> None:
         name = f"model-{len(set(file_of.values())) + 1:05}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # like the rest; the library keeps it to its owner
+        with _writing():
+            save_file(shard, folder / name, metadata={"format": "pt"})
+            (folder / name).chmod(0o644)  # like the rest; the library keeps it to its owner
         file_of.update(dict.fromkeys(shard, name))
         shard.clear()
 
     for name, tensor in tensors:
         shard[name] = tensor.contiguous()
         total += tensor.nbytes
-        if sum(kept.nbytes for kept in shard.values()) >= _SHARD_BYTES:
+        if sum(kept.nbytes for kept in shard.values()) >= SHARD_BYTES:
             flush()
     if shard:
         flush()
     index = {"metadata": {"total_size": total}, "weight_map": file_of}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    with _writing():
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _described(config: ModelConfig, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What the system refuses, such as more than the disk holds, is a ModelError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            "output", f"cannot be written ({error})", "make room there, or give another folder"
+        ) from error
+
+
+def _config_json(config: ModelConfig, eos_token_ids: frozenset[int]) -> dict[str, Any]:
     """config.json of a model that came without one."""
     raw: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.model_type]],

@@ -30,11 +30,14 @@ def round_matrix(weight: Tensor, inputs: Tensor, missing: Tensor) -> Tensor:
         inputs: float32 [tokens, inputs], what the rounded matrix will be multiplied with.
         missing: float32 [tokens, outputs], by how much the products of ``weight`` and ``inputs``
             fall short of what is wanted.
+
+    Raises:
+        ArithmeticError: values that are not finite, or too large for int4's scales.
     """
     hessian = (inputs.T @ inputs).double() / len(inputs)
     wanted = (inputs.T @ missing).double() / len(inputs)
-    move = torch.cholesky_solve(wanted, torch.linalg.cholesky(_damped(hessian, _MOVE_DAMPING)))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(_damped(hessian, _DAMPING)))
+    move = torch.cholesky_solve(wanted, _factor(_damped(hessian, _MOVE_DAMPING)))
+    inverse = torch.cholesky_inverse(_factor(_damped(hessian, _DAMPING)))
     moved = weight + _MOVE * move.T.float()
     return settled(_compensated(moved, inverse, hessian.diagonal().float()))
 
@@ -42,7 +45,8 @@ def round_matrix(weight: Tensor, inputs: Tensor, missing: Tensor) -> Tensor:
 def settled(weight: Tensor) -> Tensor:
     """The nearby weights that int4 keeps bit for bit: for those of ``round_matrix``, the same.
 
-    A group whose values are almost equal beside their size may need another round.
+    A group whose values are almost equal beside their size may need another round. ArithmeticError
+    if there are none: values that are not finite, or too large.
     """
     for _ in range(_TRIES):
         kept = quantize_int4(weight).dequantized()
@@ -52,6 +56,15 @@ def settled(weight: Tensor) -> Tensor:
     raise ArithmeticError("int4 does not keep its own weights")
 
 
+def _factor(matrix: Tensor, *, upper: bool = False) -> Tensor:
+    """The Cholesky factor."""
+    factor: Tensor
+    factor, failed = torch.linalg.cholesky_ex(matrix, upper=upper)
+    if failed:
+        raise ArithmeticError("how its inputs depend on each other is beyond float64")
+    return factor
+
+
 def _damped(hessian: Tensor, part: float) -> Tensor:
     added = part * hessian.diagonal().mean().clamp(min=1e-12)
     return hessian + added * torch.eye(len(hessian), dtype=hessian.dtype)
@@ -59,7 +72,7 @@ def _damped(hessian: Tensor, part: float) -> Tensor:
 
 def _compensated(weight: Tensor, inverse: Tensor, importance: Tensor) -> Tensor:
     """``inverse`` is the Hessian's, float64 [inputs, inputs]."""
-    factor = torch.linalg.cholesky(inverse, upper=True).float()
+    factor = _factor(inverse, upper=True).float()
     left = weight.T.contiguous()
     found = torch.empty_like(left)
     for first in range(0, len(left), GROUP):

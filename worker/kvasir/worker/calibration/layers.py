@@ -15,6 +15,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from kvasir.worker.calibration.gptq import round_matrix
 from kvasir.worker.model.config import ModelConfig
+from kvasir.worker.model.errors import ModelError
 from kvasir.worker.model.reader import (
     ATTENTION_NORM,
     DOWN,
@@ -27,6 +28,8 @@ from kvasir.worker.model.reader import (
 )
 from kvasir.worker.model.rope import rotate, rotation_tables
 from kvasir.worker.model.weights import EMBEDDING, WeightSource, expected_shapes, layer_name
+
+_DAMAGED = "use a checkpoint that is not damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,12 @@ class Calibration:
         self._names = expected_shapes(config)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and values of every tensor of the decoder, float32, in the order of its layers."""
-        embedding = self._read(EMBEDDING)
-        hidden = embedding[self._windows.flatten()]
-        streams = Streams(hidden, hidden)
+        """Name and values of every tensor of the decoder, float32, in the order of its layers.
+
+        Raises:
+            ModelError: a tensor that cannot be rounded, with its name.
+        """
+        streams = self._embedded()
         for layer in range(self._config.num_layers):
             self._progress(f"rounding layer {layer + 1} of {self._config.num_layers}")
             rounded: dict[str, Tensor] = {}
@@ -76,6 +81,10 @@ class Calibration:
         for name in self._names:
             if not name.startswith("model.layers."):
                 yield name, self._read(name)
+
+    def _embedded(self) -> Streams:
+        hidden = self._read(EMBEDDING)[self._windows.flatten()]
+        return Streams(hidden, hidden)
 
     def _layer(self, layer: int, residual: Streams, rounded: dict[str, Tensor]) -> Streams:
         hidden = residual.map(self._norm(layer, ATTENTION_NORM))
@@ -106,7 +115,12 @@ class Calibration:
         missing = exact - linear(inputs.rounded, weight, bias)
         if residual is not None:
             missing += residual.exact - residual.rounded
-        found = round_matrix(weight, inputs.rounded, missing)
+        try:
+            found = round_matrix(weight, inputs.rounded, missing)
+        except ArithmeticError as error:
+            raise ModelError(
+                "model", f"{' and '.join(names)} cannot be rounded to int4 ({error})", _DAMAGED
+            ) from error
         sizes = [self._names[name][0] for name in names]
         rounded |= zip(names, torch.split(found, sizes), strict=True)
         return Streams(exact, linear(inputs.rounded, found, bias))
@@ -139,7 +153,11 @@ class Calibration:
         return attended.transpose(1, 2).reshape(count * size, -1)
 
     def _read(self, name: str) -> Tensor:
-        return self._source.read(name).float()
+        """float32, all finite."""
+        values = self._source.read(name).float()
+        if not values.isfinite().all():
+            raise ModelError("model", f"{name} holds values that are not finite", _DAMAGED)
+        return values
 
 
 def _gated(gate_up: Tensor) -> Tensor:

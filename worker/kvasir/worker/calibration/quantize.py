@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 
 from kvasir.worker.calibration.checkpoint import new_folder, write_description, write_weights
+from kvasir.worker.calibration.footprint import calibration_footprint
 from kvasir.worker.calibration.layers import Calibration
 from kvasir.worker.calibration.text import draw_windows, read_tokenizer, standard_docstrings
+from kvasir.worker.model.config import ModelConfig
 from kvasir.worker.model.errors import ModelError
-from kvasir.worker.model.machine import usable_cores
+from kvasir.worker.model.machine import free_memory, usable_cores
 from kvasir.worker.model.source import open_source
 from kvasir.worker.model.tokenizer_files import TOKENIZER
 from kvasir.worker.model.weights import check_weights
@@ -46,9 +48,30 @@ def quantize(
                 f"{sample.window} is beyond the model's {source.config.context} tokens",
                 "give shorter windows",
             )
+        _check_memory(source.config, sample)
         text = standard_docstrings() if sample.text is None else sample.text
         tokenizer = read_tokenizer(source.tokenizer_files[TOKENIZER])
         windows = draw_windows(tokenizer, text, sample.windows, sample.window, sample.seed)
         write_description(folder, model, source)
         calibration = Calibration(source.config, source.weights, windows, progress)
         write_weights(folder, calibration.tensors())
+
+
+def _check_memory(config: ModelConfig, sample: Sample) -> None:
+    free = free_memory(torch.device("cpu"))
+    if free is None:
+        return
+    needed = calibration_footprint(config, sample.windows * sample.window)
+    if needed.model > free:
+        raise ModelError(
+            "model",
+            f"rounding it takes {needed.model} bytes, more than the {free} bytes free",
+            "free memory or use a smaller model",
+        )
+    if needed.model + needed.streams > free:
+        raise ModelError(
+            "windows",
+            f"{sample.windows} of {sample.window} tokens take {needed.streams} bytes beside the "
+            f"model's {needed.model}, more than the {free} bytes free",
+            "give fewer or shorter ones with --windows and --window",
+        )

@@ -7,6 +7,7 @@ part of what `kvasir bench quality` measures on.
 import ast
 import sysconfig
 import warnings
+from itertools import takewhile
 from pathlib import Path
 from random import Random
 
@@ -40,10 +41,13 @@ def read_tokenizer(data: bytes) -> Tokenizer:
 def draw_windows(tokenizer: Tokenizer, text: str, count: int, size: int, seed: int) -> Tensor:
     """Token ids of ``count`` parts of a text that do not overlap, int64 [count, size].
 
-    Each begins with what the tokenizer puts before every text. ModelError if the text is too short.
+    Each begins with what the tokenizer puts before every text, and with none of what it puts
+    behind. ModelError if the text is too short.
     """
-    start = tokenizer.encode("").ids
-    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    encoded = tokenizer.encode(text)
+    marked = list(zip(encoded.ids, encoded.sequence_ids, strict=True))  # None: not of the text
+    start = [token for token, _ in takewhile(lambda pair: pair[1] is None, marked)]
+    tokens = [token for token, sequence in marked if sequence is not None]
     part = size - len(start)
     if part < 1 or len(tokens) < count * part:
         raise ModelError(
