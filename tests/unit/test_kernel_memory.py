@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvasir.worker.kernels import memory as memory_module
 from kvasir.worker.kernels.memory import (
     HugePages,
     _clean_mappings,
     huge_zeros,
+    release_library_pages,
 )
 
 HUGE_PAGE = 2 * 1024**2
+MEMORY = Path("/proc/self/mem")
 SMAPS = """\
 1000-3000 r-xp 00000000 08:01 11                         /lib/libone.so.1
 Rss:                   8 kB
@@ -67,6 +70,24 @@ def test_libraries_work_after_their_pages_are_released() -> None:
     if not Path("/proc/self/smaps").is_file():
         pytest.skip("THE SYSTEM DOES NOT TELL WHAT IS MAPPED")
     subprocess.run((sys.executable, "-c", ALONE), check=True)
+
+
+def test_pages_that_the_system_keeps_are_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is mapped at these addresses, and at address 0 a process has nothing to read."""
+    (tmp_path / "smaps").write_text(SMAPS)
+    for smaps, said in (
+        (tmp_path / "smaps", "Cannot allocate memory"),
+        (MEMORY, "Input/output error"),
+    ):
+        monkeypatch.setattr(memory_module, "_SMAPS", smaps)
+        caplog.clear()
+        release_library_pages()
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert "stay in memory" in record.getMessage()
+        assert said in record.getMessage()
 
 
 @pytest.mark.parametrize("count", [1, 1000, 2**20, 2**20 + 1, 3 * 2**20 - 1])

@@ -7,7 +7,9 @@ and a fifth of the time of reading the weights.
 
 import ctypes
 import errno
+import logging
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,8 @@ _HEADER = re.compile(
 _CLEAN = re.compile(r"^Anonymous: +0 kB$", re.MULTILINE)
 _SWAPPED = re.compile(r"^Swap: +[1-9]", re.MULTILINE)
 """Pages of its own as well, which Anonymous does not count while they are swapped out."""
+
+_log = logging.getLogger("kvasir.worker")
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -102,15 +106,23 @@ def release_library_pages() -> None:
 
     Initialization alone touches 200 MiB of torch's libraries, most of it in those for GPUs. Only
     mappings of which this process has no page of its own are let go: their bytes are the file's.
-    Locked memory stays.
+    Locked memory stays. Where the system refuses, a warning says so, and all works as before.
     """
-    if not _SMAPS.is_file():
+    try:
+        smaps = _SMAPS.read_text(errors="replace")
+    except FileNotFoundError:  # no Linux
+        return
+    except OSError as error:
+        _log.warning("pages of shared libraries stay in memory: %s", error)
         return
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for start, end in _clean_mappings(_SMAPS.read_text()):
-        if advise(start, end - start, mmap.MADV_DONTNEED) and ctypes.get_errno() != errno.EINVAL:
-            raise OSError(ctypes.get_errno(), "madvise")
+    refused: set[int] = set()
+    for start, end in _clean_mappings(smaps):
+        if advise(start, end - start, mmap.MADV_DONTNEED):
+            refused.add(ctypes.get_errno())
+    if reasons := ", ".join(os.strerror(code) for code in sorted(refused - {errno.EINVAL})):
+        _log.warning("some pages of shared libraries stay in memory: %s", reasons)
 
 
 def _clean_mappings(smaps: str) -> Iterator[tuple[int, int]]:
