@@ -120,13 +120,7 @@ class KvasirEngine:
 def kvasir_engine(config: WorkerConfig, say: Say) -> Iterator[tuple[KvasirEngine, LoadedModel]]:
     """Our engine, running on the configured model."""
     loaded = load_model(config, say)
-    settings = scheduler_config(
-        config,
-        num_blocks=loaded.runner.num_blocks,
-        max_model_len=loaded.max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
-    )
-    with trial(loaded.runner, settings) as running:
+    with trial(loaded.runner, scheduler_config(config, loaded)) as running:
         yield KvasirEngine(running), loaded
 
 

@@ -97,12 +97,6 @@ def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) ->
         loaded = load_model(config, say)
     except ModelError as error:
         raise click.ClickException(str(error)) from None
-    scheduler = scheduler_config(
-        config,
-        num_blocks=loaded.runner.num_blocks,
-        max_model_len=loaded.max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
-    )
     settings = {
         "model": config.model,
         "dtype": loaded.layout.dtype,
@@ -113,4 +107,4 @@ def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) ->
         "runs": given["runs"],
         "seed": given["seed"],
     }
-    return Bench(loaded, scheduler, machine, settings)
+    return Bench(loaded, scheduler_config(config, loaded), machine, settings)

@@ -117,13 +117,7 @@ def _load(model: str, threads: int, form: "Form", say: Callable[[str], None]) ->
     start = time.perf_counter()
     loaded = load_model(config, say)
     seconds = time.perf_counter() - start
-    scheduler = scheduler_config(
-        config,
-        num_blocks=loaded.runner.num_blocks,
-        max_model_len=loaded.max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
-    )
-    return Loaded(loaded.runner, scheduler, seconds)
+    return Loaded(loaded.runner, scheduler_config(config, loaded), seconds)
 
 
 def _settings(given: dict[str, Any], questions: "Questions | None") -> dict[str, Any]:

@@ -4,10 +4,11 @@ Pure: a request is judged by the settings alone, so any thread may ask, at any t
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.worker.config import WorkerConfig
-from kvasir.worker.contracts import Request, Work
+from kvasir.worker.contracts import Request, Runner, Work
 from kvasir.worker.speculation.config import Method, SpeculationConfig
 
 
@@ -98,22 +99,31 @@ class SchedulerConfig:
         return None
 
 
-def scheduler_config(
-    config: WorkerConfig, *, num_blocks: int, max_model_len: int, eos_token_ids: frozenset[int]
-) -> SchedulerConfig:
+class Servable(Protocol):
+    """What a scheduler needs to know of a loaded model."""
+
+    @property
+    def runner(self) -> Runner: ...
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+def scheduler_config(config: WorkerConfig, model: Servable) -> SchedulerConfig:
     """A worker's settings, with what its model says, for its scheduler."""
     speculation = None
     if config.speculative_method != "none":
         method = Method(config.speculative_method)
         speculation = SpeculationConfig(method, config.num_speculative_tokens)
     return SchedulerConfig(
-        num_blocks=num_blocks,
+        num_blocks=model.runner.num_blocks,
         block_size=config.block_size,
-        max_model_len=max_model_len,
+        max_model_len=model.max_model_len,
         max_batched_tokens=config.max_batched_tokens,
         max_running_requests=config.max_running_requests,
         max_waiting_requests=config.max_waiting_requests,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=model.eos_token_ids,
         prefix_caching=config.prefix_caching,
         speculation=speculation,
     )

@@ -15,9 +15,8 @@ import grpc
 from kvasir.proto.process import join_host_port
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.config import WorkerConfig
-from kvasir.worker.contracts import Runner
 from kvasir.worker.engine import Engine
-from kvasir.worker.limits import scheduler_config
+from kvasir.worker.limits import Servable, scheduler_config
 from kvasir.worker.metrics import CacheConfig, Memory, WorkerMetrics
 from kvasir.worker.scheduler import Scheduler
 from kvasir.worker.service.bridge import LoopBridge
@@ -45,19 +44,13 @@ _ROLES: Mapping[str, pb.Role.ValueType] = {
 _log = logging.getLogger("kvasir.worker.service")
 
 
-class ServedModel(Protocol):
+class ServedModel(Servable, Protocol):
     """What the service needs to know of a loaded model."""
 
-    @property
-    def runner(self) -> Runner: ...
     @property
     def weight_bytes(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-    @property
-    def max_model_len(self) -> int: ...
     @property
     def layout(self) -> pb.KvLayout: ...
     @property
@@ -85,12 +78,8 @@ class WorkerServer:
         bridge = LoopBridge()
         self.identity = WorkerIdentity(_worker_info(config, model, epoch))
         self._hub = SessionHub(bridge, self.identity)
-        self.engine = Engine(
-            _scheduler(config, model),
-            model.runner,
-            self._hub,
-            on_fatal=on_fatal,
-        )
+        scheduler = Scheduler(scheduler_config(config, model))
+        self.engine = Engine(scheduler, model.runner, self._hub, on_fatal=on_fatal)
         cache = CacheConfig(config.block_size, model.runner.num_blocks, config.prefix_caching)
         memory = Memory(model.weight_bytes, model.runner.num_blocks * model.runner.block_bytes)
         self.metrics = WorkerMetrics(config.served_name, cache, memory, self.engine.load)
@@ -163,17 +152,6 @@ class WorkerServer:
         while True:
             await asyncio.sleep(LOAD_INTERVAL)
             self._hub.report_if_quiet(self.engine.load())
-
-
-def _scheduler(config: WorkerConfig, model: ServedModel) -> Scheduler:
-    return Scheduler(
-        scheduler_config(
-            config,
-            num_blocks=model.runner.num_blocks,
-            max_model_len=model.max_model_len,
-            eos_token_ids=model.eos_token_ids,
-        )
-    )
 
 
 def _worker_info(config: WorkerConfig, model: ServedModel, epoch: str) -> pb.WorkerInfo:
