@@ -411,7 +411,7 @@ def test_stop_tells_all_and_later_calls_are_settled(make_rig: Callable[..., Rig]
     payload, sampled = remote_prefill(make_request("r", range(6)))
     assert rig.engine.commit_blocks("r", 0, payload).result(0) is False
     assert rig.engine.read_blocks("r", 0, 1).result(0) is None
-    assert rig.snapshot().result(0)[0] == rig.listener.sequence
+    assert not rig.snapshot().done(), "sinks are called on the engine thread, which is gone"
     rig.engine.finish_receive("r", sampled, 0)
     rig.engine.abort("r")
     refusal = rig.engine.submit(make_request("x", range(6)), sink)

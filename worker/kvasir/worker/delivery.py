@@ -35,6 +35,7 @@ class Delivery:
 
         self._lock = threading.Lock()  # guards everything below
         self._sinks: dict[str, OutputSink] = {}
+        self._ended = False
         self._num_accepted = 0
         self._untold: deque[int] = deque()  # tokens of the latest of these, not in _load yet
         self._load = scheduler.load()
@@ -91,7 +92,10 @@ class Delivery:
                 cast("ReceiveSink", sink).reserved(signal.request_id, signal.num_cached_tokens)
 
     def snapshot(self, tell: Callable[[int, list[bytes]], None]) -> None:
-        """Have ``tell`` called as Engine.snapshot says."""
+        """Have ``tell`` called as Engine.snapshot says; after ``end``, nothing happens."""
+        with self._lock:
+            if self._ended:
+                return
         self._tell_events()
         tell(self._event_sequence, self._scheduler.cached_hashes())
 
@@ -103,6 +107,7 @@ class Delivery:
     def end(self) -> None:
         """Nobody hears of anything any more."""
         with self._lock:
+            self._ended = True
             self._sinks.clear()
 
     def _load_now(self) -> Load:

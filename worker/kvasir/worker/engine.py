@@ -7,7 +7,7 @@ a command or a deadline comes.
 
 Whatever is raised on the engine thread, by the runner, a sink or an invariant check, ends the
 engine: all futures fail and ``on_fatal`` is called. There is no state to go on from. After
-``stop``, calls are answered at once, as for requests that are gone.
+``stop``, calls are answered at once, as for requests that are gone, and nobody is told anything.
 """
 
 import threading
@@ -18,14 +18,7 @@ from typing import Any, TypeVar
 
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.worker.calls import Call, run_all
-from kvasir.worker.contracts import (
-    EngineListener,
-    Load,
-    OutputSink,
-    Request,
-    Runner,
-    Sampled,
-)
+from kvasir.worker.contracts import EngineListener, Load, OutputSink, Request, Runner, Sampled
 from kvasir.worker.delivery import Delivery
 from kvasir.worker.scheduler import Scheduler
 from kvasir.worker.turns import Turns
@@ -185,7 +178,7 @@ class Engine:
         """Have ``tell`` called with the number of the last KV event and all hashes known then.
 
         On the engine thread, as a sink is, and in its place among the events: after those
-        that it contains and before all later ones. Never, if the engine fails before that.
+        that it contains and before all later ones. Never, if the engine ends before that.
         """
         with self._wake:
             self._queue(lambda: self._delivery.snapshot(tell))
