@@ -6,7 +6,7 @@ are read from its last ``Load`` at scrape time, never kept twice. All label valu
 the worker's own settings or from closed sets, so the number of series is fixed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -16,12 +16,54 @@ from prometheus_client.registry import Collector
 from kvasir.worker.contracts import KvUsage, Load
 from kvasir.worker.transfer.check import Outcome
 
-_TTFT_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+_TTFT = (
+    "vllm:time_to_first_token_seconds",
+    "Time from the arrival of a request, or of another worker's call for its prefill, at "
+    "this worker to its first token.",
+    (
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+        *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+    ),
 )
-_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_ITL = (
+    "vllm:inter_token_latency_seconds",
+    "Time between consecutive outputs of a request.",
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
+)
 _TRANSFER_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TRANSFER = (
+    "kvasir_kv_transfer_seconds",
+    "Time from the call of the prefill worker to the end of a received transfer.",
+    _TRANSFER_BUCKETS,
+)
+_HOLDER_QUEUE = (
+    "kvasir_kv_transfer_queue_seconds",
+    "Time that a received transfer waited for admission at the prefill worker.",
+    _TRANSFER_BUCKETS,
+)
+_HOLDER_COMPUTE = (
+    "kvasir_kv_transfer_compute_seconds",
+    "Time from there to the first token at the prefill worker.",
+    _TRANSFER_BUCKETS,
+)
+"""Histograms: name, help text, buckets in seconds."""
+
+_GENERATED = (
+    "vllm:generation_tokens_total",
+    "Tokens that this worker gave to routers.",
+    "model_name",
+)
+_TRANSFERS = (
+    "kvasir_kv_transfer_total",
+    "KV transfers that this worker received, by how they ended.",
+    "outcome",
+)
+_MOVED = (
+    "kvasir_kv_transfer_bytes_total",
+    "Payload bytes of KV blocks moved.",
+    "direction",
+)
+"""Counters: name, help text, label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,62 +104,29 @@ class WorkerMetrics:
         )
         held.labels(model_name, "weights").set(memory.weights)
         held.labels(model_name, "kv").set(memory.kv)
-        self._ttft = Histogram(
-            "vllm:time_to_first_token_seconds",
-            "Time from the arrival of a request, or of another worker's call for its prefill, at "
-            "this worker to its first token.",
-            ["model_name"],
-            buckets=_TTFT_BUCKETS,
-            registry=self.registry,
-        ).labels(model_name)
-        self._itl = Histogram(
-            "vllm:inter_token_latency_seconds",
-            "Time between consecutive outputs of a request.",
-            ["model_name"],
-            buckets=_ITL_BUCKETS,
-            registry=self.registry,
-        ).labels(model_name)
-        self._generated = Counter(
-            "vllm:generation_tokens_total",
-            "Tokens that this worker gave to routers.",
-            ["model_name"],
-            registry=self.registry,
-        ).labels(model_name)
-        self._transfers = Counter(
-            "kvasir_kv_transfer_total",
-            "KV transfers that this worker received, by how they ended.",
-            ["outcome"],
-            registry=self.registry,
-        )
-        for outcome in Outcome:
-            self._transfers.labels(outcome.value)
-        bytes_total = Counter(
-            "kvasir_kv_transfer_bytes_total",
-            "Payload bytes of KV blocks moved.",
-            ["direction"],
-            registry=self.registry,
-        )
-        self._sent = bytes_total.labels("sent")
-        self._received = bytes_total.labels("received")
-        self._transfer_seconds = Histogram(
-            "kvasir_kv_transfer_seconds",
-            "Time from the call of the prefill worker to the end of a received transfer.",
-            buckets=_TRANSFER_BUCKETS,
-            registry=self.registry,
-        )
+        model = {"model_name": model_name}
+        self._ttft = self._histogram(*_TTFT, model)
+        self._itl = self._histogram(*_ITL, model)
+        self._transfer_seconds = self._histogram(*_TRANSFER)
+        self._holder_queue = self._histogram(*_HOLDER_QUEUE)
+        self._holder_compute = self._histogram(*_HOLDER_COMPUTE)
+        self._generated = self._counter(*_GENERATED).labels(model_name)
+        transfers, moved = self._counter(*_TRANSFERS), self._counter(*_MOVED)
+        self._transfers = {outcome: transfers.labels(outcome.value) for outcome in Outcome}
+        self._sent, self._received = moved.labels("sent"), moved.labels("received")
 
-        self._holder_queue = Histogram(
-            "kvasir_kv_transfer_queue_seconds",
-            "Time that a received transfer waited for admission at the prefill worker.",
-            buckets=_TRANSFER_BUCKETS,
-            registry=self.registry,
-        )
-        self._holder_compute = Histogram(
-            "kvasir_kv_transfer_compute_seconds",
-            "Time from there to the first token at the prefill worker.",
-            buckets=_TRANSFER_BUCKETS,
-            registry=self.registry,
-        )
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        buckets: Sequence[float],
+        labels: Mapping[str, str] | None = None,
+    ) -> Histogram:
+        family = Histogram(name, text, labels or (), buckets=buckets, registry=self.registry)
+        return family.labels(**labels) if labels else family
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, [label], registry=self.registry)
 
     def first_output(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -135,7 +144,7 @@ class WorkerMetrics:
         self._generated.inc(count)
 
     def transfer_ended(self, outcome: Outcome, seconds: float) -> None:
-        self._transfers.labels(outcome.value).inc()
+        self._transfers[outcome].inc()
         self._transfer_seconds.observe(seconds)
 
     def holder_times(self, queue_seconds: float, compute_seconds: float) -> None:
