@@ -1,5 +1,7 @@
 """The Helm chart as tests see it: where it is, what it renders, what it needs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,20 @@ def render(helm: Helm, values: Path, namespace: str = "here") -> list[Object]:
     """The objects of the chart with a file of values."""
     shown = helm("template", "kvasir", str(CHART), f"--namespace={namespace}", f"--values={values}")
     return [each for each in yaml.safe_load_all(shown) if each]
+
+
+@contextmanager
+def installed(kubectl: Kubectl, helm: Helm, namespace: str, *settings: str) -> Iterator[None]:
+    """The chart as a release, which leaves nothing behind."""
+    sets = [f"--set={setting}" for setting in settings]
+    here = f"--namespace={namespace}"
+    helm("install", "kvasir", str(CHART), here, "--wait", "--timeout=90s", "--skip-crds", *sets)
+    try:
+        yield
+    finally:
+        helm("uninstall", "kvasir", here, "--wait")
+    query = "--selector=app.kubernetes.io/managed-by=Helm"
+    kinds = "all,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings,pdb,netpol"
+    left = kubectl.get(kinds, query, "--all-namespaces")["items"]
+    release = "meta.helm.sh/release-namespace"
+    assert [o for o in left if o["metadata"].get("annotations", {}).get(release) == namespace] == []

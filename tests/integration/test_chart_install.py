@@ -16,12 +16,12 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from cluster.api import ApiClient
 from cluster.clients import CommandError, Helm, Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
 from cluster.processes import Daemon, free_port, wait_until
-from helpers.chart import CHART, OPERATOR, SAMPLES, install_resources
+from helpers.authorizer import Authorizer
+from helpers.chart import CHART, OPERATOR, SAMPLES, install_resources, installed
 from helpers.operator_daemon import own_temporary_folder
 
 
@@ -42,37 +42,6 @@ def elsewhere(kubectl: Kubectl, namespace: str) -> Iterator[str]:
     kubectl("create", "namespace", name)
     yield name
     kubectl("delete", "namespace", name, "--wait=false")
-
-
-class Authorizer:
-    """What the API server's own authorizer says of a service account, NAMESPACE:NAME."""
-
-    def __init__(self, client: ApiClient) -> None:
-        self._client = client
-
-    def allows(self, account: str, verb: str, resource: str, namespace: str) -> bool:
-        """``resource``: PLURAL[.GROUP][/SUBRESOURCE]."""
-        whole, _, below = resource.partition("/")
-        plural, _, group = whole.partition(".")
-        asked = {
-            "verb": verb,
-            "group": group,
-            "resource": plural,
-            "subresource": below,
-            "namespace": namespace,
-        }
-        user = {
-            "user": f"system:serviceaccount:{account}",
-            "groups": ["system:authenticated", "system:serviceaccounts"],
-        }
-        body = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SubjectAccessReview",
-            "spec": {**user, "resourceAttributes": asked},
-        }
-        review = self._client.create("/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
-        allowed: bool = review["status"]["allowed"]
-        return allowed
 
 
 @pytest.fixture
@@ -113,23 +82,6 @@ FORBIDDEN = {
 
 def pairs(table: dict[str, str]) -> list[tuple[str, str]]:
     return [(verb, resource) for resource, verbs in table.items() for verb in verbs.split()]
-
-
-@contextmanager
-def installed(kubectl: Kubectl, helm: Helm, namespace: str, *settings: str) -> Iterator[None]:
-    """The chart as a release, which leaves nothing behind."""
-    sets = [f"--set={setting}" for setting in settings]
-    here = f"--namespace={namespace}"
-    helm("install", "kvasir", str(CHART), here, "--wait", "--timeout=90s", "--skip-crds", *sets)
-    try:
-        yield
-    finally:
-        helm("uninstall", "kvasir", here, "--wait")
-    query = "--selector=app.kubernetes.io/managed-by=Helm"
-    kinds = "all,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings,pdb,netpol"
-    left = kubectl.get(kinds, query, "--all-namespaces")["items"]
-    release = "meta.helm.sh/release-namespace"
-    assert [o for o in left if o["metadata"].get("annotations", {}).get(release) == namespace] == []
 
 
 def test_a_namespaced_install_reads_no_other_namespace(
@@ -212,6 +164,48 @@ def run_chart_test(helm: Helm, namespace: str, port: int) -> int:
     return subprocess.run(command, check=False, timeout=60, env=environment).returncode
 
 
+@contextmanager
+def service_of(kubectl: Kubectl, here: str) -> Iterator[None]:
+    """The sample of a ModelService; it is deleted when no operator serves it any more."""
+    kubectl("apply", f"--filename={SAMPLES[0]}", here)
+    try:
+        yield
+    finally:
+        kubectl("delete", "msvc", "--all", here, "--ignore-not-found")
+
+
+@contextmanager
+def operator_of_chart(
+    kubectl: Kubectl, namespace: str, port: int, folder: Path
+) -> Iterator[Daemon]:
+    """The process that the pod would run, as the pod's account, listening on loopback."""
+    deployment = kubectl.get("deploy", OPERATOR, f"--namespace={namespace}")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    account = kubectl.service_account(OPERATOR, namespace, folder)
+    log = folder / "operator.log"
+    command = [
+        *("env", f"KUBECONFIG={account.kubeconfig}", own_temporary_folder(log)),
+        str(Path(sys.executable).parent / container["command"][0]),
+        *container["args"],
+        *("--host=127.0.0.1", f"--port={port}", f"--lease-namespace={namespace}"),
+    ]
+    operator = Daemon("operator", command, log)
+    try:
+        yield operator
+    finally:
+        operator.kill()
+
+
+def ready(port: int) -> bool:
+    """As the kubelet asks; the chart's test comes to a pod that is ready."""
+    try:
+        urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10).close()
+    except HTTPError as error:
+        error.close()
+        return False
+    return True
+
+
 @pytest.mark.parametrize("namespaced", [True, False], ids=["namespaced", "cluster-wide"])
 def test_the_operator_works_with_these_arguments_and_rights(
     kubectl: Kubectl,
@@ -223,55 +217,32 @@ def test_the_operator_works_with_these_arguments_and_rights(
     tmp_path: Path,
     namespaced: bool,
 ) -> None:
-    """The process that the pod would run, as the pod's account; the node only plays the pod."""
-    place = namespace if namespaced else elsewhere
+    """The node only plays the operator's pod."""
+    here = f"--namespace={namespace if namespaced else elsewhere}"
+    own = "--selector=kvasir.dev/modelservice=smollm2"
     settings = [f"watchNamespaces={{{namespace}}}"] if namespaced else []
-    with installed(kubectl, helm, namespace, *settings):
-        deployment = kubectl.get("deploy", OPERATOR, f"--namespace={namespace}")
-        (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        account = kubectl.service_account(OPERATOR, namespace, tmp_path)
-        port = free_port()
-        log = tmp_path / "operator.log"
-        outside = ["--host=127.0.0.1", f"--port={port}", f"--lease-namespace={namespace}"]
-        command = [
-            *("env", f"KUBECONFIG={account.kubeconfig}", own_temporary_folder(log)),
-            str(Path(sys.executable).parent / container["command"][0]),
-            *container["args"],
-            *outside,
-        ]
-        operator = Daemon("operator", command, log)
-        try:
-            kubectl("apply", f"--filename={SAMPLES[0]}", f"--namespace={place}")
-            here = f"--namespace={place}"
-            own = "--selector=kvasir.dev/modelservice=smollm2"
+    port = free_port()
+    with (
+        installed(kubectl, helm, namespace, *settings),
+        service_of(kubectl, here),
+        operator_of_chart(kubectl, namespace, port, tmp_path) as operator,
+    ):
 
-            def served() -> bool:
-                assert operator.running, operator.log
-                found = kubectl.get("msvc", "smollm2", here).get("status", {})
-                made = kubectl.get("deployments", own, here)["items"]
-                return "conditions" in found and len(made) == 3
+        def served() -> bool:
+            assert operator.running, operator.log
+            found = kubectl.get("msvc", "smollm2", here).get("status", {})
+            made = kubectl.get("deployments", own, here)["items"]
+            return "conditions" in found and len(made) == 3
 
-            def ready() -> bool:
-                """As the kubelet asks; the chart's test comes to a pod that is ready."""
-                try:
-                    urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10).close()
-                except HTTPError as error:
-                    error.close()
-                    return False
-                return True
-
-            wait_until(served, "objects and status of smollm2", 60, lambda: operator.log)
-            wait_until(ready, "all watches", 60, lambda: operator.log)
-            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-                assert "\nkvasir_operator_leader 1.0" in answer.read().decode()
-            assert run_chart_test(helm, namespace, port) == 0
-            assert "orbidden" not in operator.log
-            assert " ERROR kvasir" not in operator.log
-            events = kubectl.get("events", here)["items"]
-            assert "kvasir-operator" in {event["source"].get("component") for event in events}
-        finally:
-            operator.kill()
-            kubectl("delete", "msvc", "--all", f"--namespace={place}", "--ignore-not-found")
+        wait_until(served, "objects and status of smollm2", 60, lambda: operator.log)
+        wait_until(lambda: ready(port), "all watches", 60, lambda: operator.log)
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert "\nkvasir_operator_leader 1.0" in answer.read().decode()
+        assert run_chart_test(helm, namespace, port) == 0
+        assert "orbidden" not in operator.log
+        assert " ERROR kvasir" not in operator.log
+        events = kubectl.get("events", here)["items"]
+        assert "kvasir-operator" in {event["source"].get("component") for event in events}
 
 
 def test_who_edits_a_namespace_may_use_the_resources(

@@ -132,6 +132,17 @@ def spec(number: int) -> dict[str, Any]:
     return sample(decode={"replicas": 2}, engine=engine, **sizes[number % 2])
 
 
+def begun(control_plane: ControlPlane, namespace: str, folder: Path, number: int) -> Operator:
+    # A lease of its own for each, so that none waits for that of its dead predecessor.
+    log = folder / f"operator-{number}.log"
+    lease = f"--lease-name=operator-{number}"
+    operator = Operator(
+        control_plane.kubeconfig, namespace, log, lease, drain_seconds=DRAIN_SECONDS
+    )
+    operator.wait_started(leader=1)
+    return operator
+
+
 def test_an_operator_killed_at_any_point_of_a_rollout_comes_to_the_same_end(
     control_plane: ControlPlane,
     kubectl: Kubectl,
@@ -140,21 +151,11 @@ def test_an_operator_killed_at_any_point_of_a_rollout_comes_to_the_same_end(
     installed: None,
     tmp_path: Path,
 ) -> None:
-    def operator(number: int) -> Operator:
-        # A lease of its own for each, so that none waits for that of its dead predecessor.
-        log = tmp_path / f"operator-{number}.log"
-        lease = f"--lease-name=operator-{number}"
-        made = Operator(
-            control_plane.kubeconfig, namespace, log, lease, drain_seconds=DRAIN_SECONDS
-        )
-        made.wait_started(leader=1)
-        return made
-
     def rolled_out() -> None:
         stage.wait_until(stage.rolled_out, "rolled out")
         stage.wait_until(lambda: stage.settled(0.5), "no more writes")
 
-    stage = Stage(kubectl, namespace, operator(0))
+    stage = Stage(kubectl, namespace, begun(control_plane, namespace, tmp_path, 0))
     try:
         stage.apply(spec(1))
         rolled_out()
@@ -177,7 +178,7 @@ def test_an_operator_killed_at_any_point_of_a_rollout_comes_to_the_same_end(
                     SECONDS,
                     stage.explain,
                 )
-                stage.operator = operator(number + 1)
+                stage.operator = begun(control_plane, namespace, tmp_path, number + 1)
                 rolled_out()
                 assert state(stage) == undisturbed[number % 2], f"killed at change {point}"
         # Whatever was told to drain was told once, by whichever operator.

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from cluster.clients import CommandError, Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.processes import wait_until
-from helpers.custom_resources import SOURCE, services_in
+from helpers.custom_resources import SOURCE, Services, services_in
 from helpers.operator_stage import SECONDS, Stage, sample
 from helpers.random_services import changed, changes
 from kvasir.operator.modelservice import ModelService
@@ -64,46 +64,52 @@ def wrong_places(document: dict[str, Any]) -> set[str]:
     return set()
 
 
+def create_all(services: Services, documents: list[dict[str, Any]]) -> set[str]:
+    """Names of those that the API server takes; of the others it names a field that is wrong."""
+    accepted = set()
+    for document in documents:
+        message = services.try_create(document)
+        if not message:
+            accepted.add(document["metadata"]["name"])
+            continue
+        places = wrong_places(document)
+        # CEL writes an entry of a map in brackets.
+        message = re.sub(r"\[(\w+)\]", r".\1", message)
+        assert any(place in message for place in places), (message, places)
+    return accepted
+
+
+def ready(stage: Stage) -> dict[str, dict[str, Any]]:
+    """Name to the condition Ready that is about the newest spec."""
+    return {
+        item["metadata"]["name"]: each
+        for item in stage.get("msvc")["items"]
+        for each in item.get("status", {}).get("conditions", [])
+        if each["type"] == "Ready" and each["observedGeneration"] == item["metadata"]["generation"]
+    }
+
+
 def test_random_services_are_refused_by_field_or_end_in_a_condition(
     stage: Stage, control_plane: ControlPlane
 ) -> None:
     # So few pods that no spec can fill the node; what is beyond ends in a condition, too.
     stage.run("create", "quota", "few", "--hard=pods=20")
     pid = stage.operator.process.pid
-    refused, accepted, begun = 0, set(), time.monotonic()
+    documents, begun = random_services(), time.monotonic()
     with services_in(control_plane, stage.namespace) as services:
-        for document in random_services():
-            message = services.try_create(document)
-            if not message:
-                accepted.add(document["metadata"]["name"])
-                continue
-            refused += 1
-            places = wrong_places(document)
-            # CEL writes an entry of a map in brackets.
-            message = re.sub(r"\[(\w+)\]", r".\1", message)
-            assert any(place in message for place in places), (message, places)
-    applied = time.monotonic() - begun
-
-    def ready() -> dict[str, dict[str, Any]]:
-        """Name to the condition Ready that is about the newest spec."""
-        return {
-            item["metadata"]["name"]: each
-            for item in stage.get("msvc")["items"]
-            for each in item.get("status", {}).get("conditions", [])
-            if each["type"] == "Ready"
-            and each["observedGeneration"] == item["metadata"]["generation"]
-        }
+        accepted = create_all(services, documents)
+    refused, applied = len(documents) - len(accepted), time.monotonic() - begun
 
     def unclear() -> set[str]:
-        found = ready()
+        found = ready(stage)
         return {name for name in accepted if found.get(name, {}).get("reason") not in CLEAR}
 
     def explain() -> str:
-        conditions = {name: ready().get(name) for name in unclear()}
+        conditions = {name: ready(stage).get(name) for name in unclear()}
         return f"{conditions}\n{stage.operator.process.tail()}"
 
     wait_until(lambda: not unclear(), "all end in a clear condition", 3 * SECONDS, explain)
-    judged, conditions = time.monotonic() - begun - applied, ready()
+    judged, conditions = time.monotonic() - begun - applied, ready(stage)
     assert all(each["message"] for each in conditions.values())
     assert (stage.operator.process.running, stage.operator.process.pid) == (True, pid)
     assert "Traceback" not in stage.operator.process.log
