@@ -42,8 +42,7 @@ _ARCHITECTURES = {
 def new_folder(output: Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``output`` at the end; nothing is left of a failure.
 
-    ModelError if there is something already, or no place for it. So it is for what is written
-    into it by the functions below.
+    ModelError if there is something already, or no place for it.
     """
     if output.exists():
         raise ModelError("output", f"{output} exists", "remove it, or give another folder")
