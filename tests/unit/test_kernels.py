@@ -22,7 +22,7 @@ from helpers.kernel_cases import (
 )
 from kvasir.worker.kernels import build
 from kvasir.worker.kernels.library import Kernels, Unavailable, load_kernels
-from kvasir.worker.kernels.packed import interleave_blocks, pack_bf16, padded
+from kvasir.worker.kernels.packed import interleave_blocks, pack_bf16, pack_int8, padded
 from kvasir.worker.kernels.targets import TARGETS, runnable, usable_targets
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -107,6 +107,25 @@ def test_the_likeliest_of_broken_values_is_none(kernels: Kernels, broken: float)
     found = kernels.likeliest(engine, packed, hidden)
     kernels.destroy(engine)
     assert found == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("int8_activations", [False, True])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_int8_does_not_hide_broken_rows(
+    kernels: Kernels, broken: float, int8_activations: bool
+) -> None:
+    """Rows become integers on some targets, which hold anything but that."""
+    values = torch.ones(40, 64, dtype=torch.int8)
+    packed = pack_int8(values, torch.ones(40), int8_activations=int8_activations)
+    hidden = torch.ones(3, 64, dtype=torch.bfloat16)
+    hidden[1, 7] = broken
+    engine = kernels.create(1)
+    found = kernels.likeliest(engine, packed, hidden)
+    logits = kernels.logits(engine, packed, hidden)
+    kernels.destroy(engine)
+    assert found == [0, -1, 0]
+    assert not logits[1].isfinite().any()
+    assert logits[::2].isfinite().all()
 
 
 def test_of_equal_values_the_first_is_the_likeliest_and_padding_never(kernels: Kernels) -> None:

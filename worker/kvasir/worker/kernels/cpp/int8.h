@@ -66,12 +66,14 @@ using Rounded = bf16;
 
 #endif
 
-// Rounds a row to the integers above. Returns their scale, 0 of a row of zeros.
+// Rounds a row to the integers above. Returns their scale: 0 of a row of zeros, NaN of one that is not finite, since
+// integers cannot say so.
 inline float round_row(const bf16* row, int size, int planes, ptrdiff_t plane, Rounded* out) {
-  Floats top = broadcast(0.0f);
+  Floats top = broadcast(0.0f), doubt = broadcast(0.0f);  // 0 times what is finite
   for (int i = 0; i < size; i += kLanes) {
     const Floats value = widen(row + i);
     top = max(top, max(value, -value));
+    doubt = fma(value, broadcast(0.0f), doubt);
   }
   const float scale = greatest(top) / (planes == 2 ? 32767.0f : 127.0f);
   const Floats inverse = broadcast(scale > 0.0f ? 1.0f / scale : 0.0f);
@@ -87,7 +89,7 @@ inline float round_row(const bf16* row, int size, int planes, ptrdiff_t plane, R
     narrow(out + i, steps);
 #endif
   }
-  return scale;
+  return scale + sum(doubt);
 }
 
 }  // namespace kvasir
