@@ -121,6 +121,20 @@ def test_a_large_batch_turns_itself_off(batch: int, least: float, most: float) -
     assert least <= drafted <= most
 
 
+def test_a_draft_model_is_tried_again_among_short_requests() -> None:
+    """Each begins with a step that has nobody to draft for, and ends before a hundred steps."""
+    bench = Bench(
+        num_blocks=2000, speculation=SpeculationConfig(Method.DRAFT, 6), max_running_requests=1
+    )
+    drafted = []
+    for i in range(12):
+        bench.scheduler.add(make_request(str(i), [i] * 4, 20, seed=i, temperature=1.0))
+        bench.run()
+        drafted.append(bench.scheduler.load().drafts)
+    assert drafted[0] == 0, "before it is measured a draft pass seems too dear"
+    assert drafted[-1] > 0
+
+
 def test_a_chunk_that_draws_no_token_takes_no_drafts() -> None:
     with pytest.raises(ValueError, match="unpack"):
         Chunk("a", (1,), 0, (0,)).with_drafts((2,))

@@ -23,7 +23,8 @@ from kvasir.worker.speculation.ngram import NgramIndex
 _DRAFT_PASS = 0.5
 """What one pass of a draft model costs, in steps of one row, until that is measured."""
 _PROBE_STEPS = 100
-"""After so many steps without a draft, the likeliest sequence drafts: the world may be another."""
+"""After so many steps that could draft and did not, the likeliest sequence drafts: the world may be
+another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,9 @@ class Speculator:
         if not self._config.adaptive:
             return _in_turn(candidates, budget)
         counts = allot(candidates, tokens, rows, self._costs.cost(), budget)
-        self._steps_without = 0 if any(counts) or not candidates else self._steps_without + 1
+        if not candidates:  # such as a step that only prefills: nothing was declined
+            return counts
+        self._steps_without = 0 if any(counts) else self._steps_without + 1
         if self._steps_without >= _PROBE_STEPS:
             self._steps_without = 0
             likeliest = max(range(len(candidates)), key=lambda i: candidates[i].acceptance)
