@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from helpers.models import load, save_tiny
@@ -81,6 +82,26 @@ def test_int4_keeps_what_is_on_such_a_grid(outputs: int, inputs: int, seed: int)
         inputs += 1
     weight = on_a_grid(outputs, inputs, seed).dequantized()
     assert torch.equal(quantize_int4(weight).dequantized(), weight)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30, 3e6, -2e5])
+def test_int4_refuses_what_its_float16_numbers_cannot_hold(value: float) -> None:
+    weight = random_weight(3, 70, seed=1)
+    weight[1, 40] = value
+    with pytest.raises(ArithmeticError, match="not finite, or too large for float16"):
+        quantize_int4(weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # without the kernels and with them
+@pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_a_matrix_that_int4_cannot_hold_is_named(tmp_path: Path, part: str, dtype: str) -> None:
+    save_tiny("llama", tmp_path)
+    name = f"model.layers.1.{part}.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name][5, 7] = 3e6
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"^model: .*{name}.* cannot be rounded to int4 \("):
+        load(f"file://{tmp_path}", dtype=dtype, quantization="int4")
 
 
 @pytest.fixture(scope="module", params=[target.name for target in usable_targets()])

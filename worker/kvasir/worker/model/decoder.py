@@ -30,6 +30,7 @@ from kvasir.worker.model.reader import (
     QKV,
     UP,
     WeightReader,
+    weight_names,
 )
 from kvasir.worker.model.rope import rotate, rotation_tables
 from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD
@@ -160,18 +161,19 @@ class TorchDecoder:
         weight = self._quantization.vocabulary(reader.matrix(name))
         return make_linear(weight, None, self._dtype, self._quantization.activations == "int8")
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        rounded = self._quantization.matrix(weight)
+    def _linear(self, reader: WeightReader, index: int, *parts: str) -> Linear:
+        weight, bias = reader.stacked(index, *parts)
+        rounded = self._quantization.matrix(weight, weight_names(index, *parts))
         return make_linear(rounded, bias, self._dtype, self._quantization.activations == "int8")
 
     def _read_layer(self, reader: WeightReader, index: int) -> Layer:
         return Layer(
             attention_norm=reader.layer_norm(index, ATTENTION_NORM),
-            qkv=self._linear(*reader.stacked(index, *QKV)),
-            output=self._linear(*reader.stacked(index, OUTPUT)),
+            qkv=self._linear(reader, index, *QKV),
+            output=self._linear(reader, index, OUTPUT),
             mlp_norm=reader.layer_norm(index, MLP_NORM),
-            gate_up=self._linear(*reader.stacked(index, GATE, UP)),
-            down=self._linear(*reader.stacked(index, DOWN)),
+            gate_up=self._linear(reader, index, GATE, UP),
+            down=self._linear(reader, index, DOWN),
             qk_norm=_qk_norm(reader, index),
         )
 

@@ -39,6 +39,7 @@ from kvasir.worker.model.reader import (
     QKV,
     UP,
     WeightReader,
+    weight_names,
 )
 from kvasir.worker.model.rope import frequencies
 from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD
@@ -159,10 +160,12 @@ class KernelDecoder:
             attention_norm=self._norm(reader, index, ATTENTION_NORM),
             qk_norm=self._qk_norm(reader, index),
             mlp_norm=self._norm(reader, index, MLP_NORM),
-            qkv=self._packed(*reader.stacked(index, *QKV)).descriptor(),
-            output=self._packed(*reader.stacked(index, OUTPUT)).descriptor(),
-            gate_up=self._packed(interleave_blocks(gate, up), both).descriptor(),
-            down=self._packed(*reader.stacked(index, DOWN)).descriptor(),
+            qkv=self._stacked(reader, index, *QKV).descriptor(),
+            output=self._stacked(reader, index, OUTPUT).descriptor(),
+            gate_up=self._packed(
+                interleave_blocks(gate, up), both, weight_names(index, GATE, UP)
+            ).descriptor(),
+            down=self._stacked(reader, index, DOWN).descriptor(),
         )
 
     def _norm(self, reader: WeightReader, index: int, part: str) -> int:
@@ -176,8 +179,11 @@ class KernelDecoder:
     def _vocabulary(self, reader: WeightReader, name: str) -> PackedLinear:
         return self._keep(self._quantization.vocabulary(reader.matrix(name)), None)
 
-    def _packed(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return self._keep(self._quantization.matrix(weight), bias)
+    def _stacked(self, reader: WeightReader, index: int, *parts: str) -> PackedLinear:
+        return self._packed(*reader.stacked(index, *parts), weight_names(index, *parts))
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, name: str) -> PackedLinear:
+        return self._keep(self._quantization.matrix(weight, name), bias)
 
     def _keep(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         rounded = self._quantization.activations == "int8"

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvasir.worker.model.errors import ModelError
+
 GROUP = 32
 """Inputs that share a scale in int4."""
 _LEVELS = 15
@@ -42,10 +44,17 @@ class Quantization:
         """Equal labels of equal checkpoints give equal KV."""
         return self.weights if self.activations == "none" else f"{self.weights}-a8"
 
-    def matrix(self, weight: Tensor) -> "Weight":
-        """A matrix of a layer."""
+    def matrix(self, weight: Tensor, name: str) -> "Weight":
+        """A matrix of a layer; a ModelError with its ``name`` if int4 cannot hold it."""
         if self.weights == "int4":
-            return quantize_int4(weight)
+            try:
+                return quantize_int4(weight)
+            except ArithmeticError as error:
+                raise ModelError(
+                    "model",
+                    f"{name} cannot be rounded to int4 ({error})",
+                    "use a checkpoint that is not damaged, or set quantization to int8 or none",
+                ) from error
         return quantize_int8(weight) if self.weights == "int8" else weight
 
     def vocabulary(self, weight: Tensor) -> "Weight":
@@ -101,7 +110,8 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 def quantize_int4(weight: Tensor, importance: Tensor | None = None) -> Int4Weight:
     """For each group the grid, of those that are tried, with the least squared error.
 
-    ``importance`` [inputs] weighs the errors; equally, if it is not given.
+    ``importance`` [inputs] weighs the errors; equally, if it is not given. ArithmeticError if a
+    group has no grid: values that are not finite, or too large for its float16 numbers.
     """
     _, inputs = weight.shape
     weighed = torch.ones(inputs, device=weight.device) if importance is None else importance.float()
@@ -137,6 +147,8 @@ def _search(groups: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor]
         minima = torch.where(better, minimum, minima)
         if not best.any():
             break
+    if not best.isfinite().all():
+        raise ArithmeticError("values that are not finite, or too large for float16 scales")
     return codes, scales, minima
 
 

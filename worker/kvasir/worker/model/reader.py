@@ -21,6 +21,11 @@ MLP_NORM = "post_attention_layernorm"
 QK_NORM = ("self_attn.q_norm", "self_attn.k_norm")
 
 
+def weight_names(layer: int, *parts: str) -> str:
+    """For people: the names of matrices that are used as one."""
+    return " and ".join(layer_name(layer, f"{part}.weight") for part in parts)
+
+
 class WeightReader:
     """Tensors in the wanted dtype on the wanted device; ``progress`` hears of each layer."""
 
