@@ -127,6 +127,10 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
         ({"model_type": "gpt_bigcode"}, "model_type 'gpt_bigcode' is not supported; use one of"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers 'many' is not supported"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0 is not supported"),
+        ({"head_dim": [8]}, "head_dim [8] is not supported"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps 'small' is not supported"),
         ({"eos_token_id": [2, 160]}, "end token 160 is not among its 160 tokens"),
         ({"eos_token_id": -1}, "end token -1 is not among its 160 tokens"),
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4 KV heads"),
@@ -156,8 +160,9 @@ def test_broken_folders(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     assert "shard named in the index is missing" in refusal(url)
-    index.write_text("{}")
-    assert "not a readable shard index" in refusal(url)
+    for text in ("{}", "[]", '{"weight_map": {"a": 1, "b": "c"}}', '{"weight_map": [1]}'):
+        index.write_text(text)
+        assert "not a readable shard index" in refusal(url)
     (folder / "config.json").write_text("{")
     assert "not valid JSON" in refusal(url)
 

@@ -84,21 +84,21 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     hidden_act = raw.get("hidden_act", "silu")
     if hidden_act != "silu":
         raise _unsupported("hidden_act", hidden_act, "silu")
-    num_heads = int(_required(raw, "num_attention_heads"))
-    hidden_size = int(_required(raw, "hidden_size"))
+    num_heads = _count(raw, "num_attention_heads")
+    hidden_size = _count(raw, "hidden_size")
     theta, scaling = _rope(raw)
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         model_type=model_type,
-        vocab_size=int(_required(raw, "vocab_size")),
+        vocab_size=_count(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=int(_required(raw, "intermediate_size")),
-        num_layers=int(_required(raw, "num_hidden_layers")),
+        intermediate_size=_count(raw, "intermediate_size"),
+        num_layers=_count(raw, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-        head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+        num_kv_heads=_count(raw, "num_key_value_heads", num_heads),
+        head_dim=_count(raw, "head_dim", hidden_size // num_heads),
         context=_context(raw, model_type),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_real(raw, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         llama3_scaling=scaling,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -125,9 +125,9 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
     if original is None:
         raise _missing("original_max_position_embeddings")
     return theta, Llama3Scaling(
-        factor=float(_required(rope, "factor")),
-        low_freq_factor=float(_required(rope, "low_freq_factor")),
-        high_freq_factor=float(_required(rope, "high_freq_factor")),
+        factor=_real(rope, "factor"),
+        low_freq_factor=_real(rope, "low_freq_factor"),
+        high_freq_factor=_real(rope, "high_freq_factor"),
         original_context=int(original),
     )
 
@@ -138,16 +138,35 @@ def _context(raw: Mapping[str, Any], model_type: str) -> int:
     Within a sliding window full attention is the same thing; beyond it, it is not, so the
     window bounds the context.
     """
-    context = int(_required(raw, "max_position_embeddings"))
-    window = raw.get("sliding_window")
+    context = _count(raw, "max_position_embeddings")
     windowed = model_type == "mistral" or bool(raw.get("use_sliding_window", False))
-    return min(context, int(window)) if windowed and window else context
+    return min(context, _count(raw, "sliding_window", context)) if windowed else context
 
 
 def _required(raw: Mapping[str, Any], key: str) -> Any:
     if raw.get(key) is None:
         raise _missing(key)
     return raw[key]
+
+
+def _count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number above 0; ``default``, if given, stands for null and 0 too."""
+    value = _required(raw, key) if default is None else raw.get(key) or default
+    try:
+        count = int(value)
+    except (TypeError, ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise _unsupported(key, value, "that is a whole number above 0")
+    return count
+
+
+def _real(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = _required(raw, key) if default is None else raw.get(key, default)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _unsupported(key, value, "that is a number") from error
 
 
 def _missing(key: str) -> ModelError:

@@ -80,12 +80,14 @@ def _files(folder: Path) -> list[Path]:
             "give a folder with the model's weights as safetensors",
         )
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        names = sorted(
+            {Path(name).name for name in json.loads(index.read_text())["weight_map"].values()}
+        )
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(
             str(index), f"not a readable shard index ({error!r})", "download it again"
         ) from error
-    files = [folder / Path(name).name for name in names]
+    files = [folder / name for name in names]
     for file in files:
         if not file.is_file():
             raise ModelError(str(file), "shard named in the index is missing", "download it")
