@@ -62,6 +62,10 @@ def refusal(given: Path) -> str:
             ["--model", "{given}", "--output", "{root}/new", "--window", "4096"],
             "window: 4096 is beyond the model's 2048 tokens",
         ),
+        (
+            ["--model", "{given}", "--output", "{root}/new", "--threads", "100000"],
+            "Invalid value for '--threads': 100000 is more than 1024",
+        ),
     ],
 )
 def test_what_is_refused(
@@ -97,6 +101,32 @@ def test_damaged_weights_are_named(given: Path, tensor: str, value: float, said:
     tensors[tensor][5, 7] = value
     save_file(tensors, given / "model.safetensors", metadata={"format": "pt"})
     assert refusal(given).startswith(f"model: {tensor} {said}")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(given: Path) -> None:
+    tensors = load_file(given / "model.safetensors")
+    config = json.loads((given / "config.json").read_text())
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = tensors[name][:8].contiguous()
+    save_file(tensors, given / "model.safetensors", metadata={"format": "pt"})
+    (given / "config.json").write_text(json.dumps({**config, "vocab_size": 8}))
+    said = refusal(given)
+    assert said.startswith("tokenizer.json: token ")
+    assert "is not among the model's 8 tokens; give the tokenizer that belongs" in said
+
+
+def test_a_file_that_cannot_be_read_is_named(given: Path) -> None:
+    (given / "notes.txt").symlink_to("/proc/self/mem")  # nothing is mapped at its start
+    assert refusal(given).startswith(f"model: {given}/notes.txt cannot be read (")
+
+
+def test_a_link_to_nothing_is_not_replaced(given: Path) -> None:
+    output = given.parent / "new"
+    output.symlink_to("nothing")
+    with pytest.raises(ModelError, match="new exists; remove it"):
+        quantize(given.as_uri(), output, SAMPLE, 1, lambda _: None)
+    assert output.is_symlink()
 
 
 def test_what_memory_cannot_hold_is_refused(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:

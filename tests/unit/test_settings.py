@@ -47,6 +47,8 @@ def test_both_processes_validate_what_is_set(tmp_path: Path) -> None:
     assert read_config(RouterConfig, router, ["port=9"]).port == 9
     with pytest.raises(StartError, match="colour: no such setting"):
         read_config(WorkerConfig, worker, ["colour=1"])
+    with pytest.raises(StartError, match=r"threads: .* less than or equal to 1024"):
+        read_config(WorkerConfig, worker, ["threads=100000"])
     with pytest.raises(StartError, match="port"):
         read_config(RouterConfig, router, ["port=70000"])
 

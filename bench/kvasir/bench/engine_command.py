@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvasir.bench.machine import Machine, describe_machine
-from kvasir.bench.options import Names, common_options
+from kvasir.bench.options import Names, common_options, threads_option
 from kvasir.bench.report import output, print_header, progress, write_json
 from kvasir.bench.rival import RIVALS, RivalError
 
@@ -35,7 +35,7 @@ def _default_cache() -> Path:
     default="auto",
     show_default=True,
 )
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores.")
+@threads_option
 @click.option(
     "--forms",
     type=Names(_FORMS, needed=True),

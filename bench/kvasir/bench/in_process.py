@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 
 from kvasir.bench.machine import Machine, describe_machine
+from kvasir.bench.options import threads_option
 from kvasir.bench.report import write_json
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def quantization_options(function: Callable[P, R]) -> Callable[P, R]:
 def model_options(function: Callable[P, R]) -> Callable[P, R]:
     """--model, --dtype, --threads, and how weights and activations are quantized."""
     for option in (
-        click.option(
-            "--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores."
-        ),
+        threads_option,
         click.option(
             "--dtype",
             type=click.Choice(["auto", "float32", "bfloat16", "float16"]),

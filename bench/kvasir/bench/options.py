@@ -68,6 +68,26 @@ def check_folder(_ctx: click.Context, _param: click.Parameter, value: Path | Non
     return value
 
 
+def check_threads(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
+    """The bound is the worker's, whose modules are imported when a command runs."""
+    from kvasir.worker.config import MAX_THREADS
+
+    if value > MAX_THREADS:
+        raise click.BadParameter(f"{value} is more than {MAX_THREADS}")
+    return value
+
+
+def threads_option(function: Callable[P, R]) -> Callable[P, R]:
+    """--threads, of all that compute in this process or start a worker."""
+    return click.option(
+        "--threads",
+        type=click.IntRange(min=0),
+        default=0,
+        callback=check_threads,
+        help="0: all usable cores.",
+    )(function)
+
+
 def common_options(function: Callable[P, R]) -> Callable[P, R]:
     """--json, --seed and --runs, which every bench command has."""
     for option in (

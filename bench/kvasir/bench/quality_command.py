@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvasir.bench.machine import describe_machine, memory_bandwidth
-from kvasir.bench.options import COUNT, FILE, common_options
+from kvasir.bench.options import COUNT, FILE, common_options, threads_option
 from kvasir.bench.report import number, output, print_header, progress, table, write_json
 from kvasir.bench.workload import WorkloadError, read_questions
 
@@ -32,7 +32,7 @@ _OWN_TEXT = "the language reference that comes with Python (pydoc_data.topics)"
 @click.option("--window", type=click.IntRange(min=2), default=512, show_default=True)
 @click.option("--model", default="bundled://smollm2-135m-instruct", show_default=True)
 @click.option("--reference", help="Model that is right, in float32. [default: the same]")
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores.")
+@threads_option
 @common_options
 def quality(**given: Any) -> None:
     """Compare the model in fewer bits with itself in float32, or with the one it was made from.

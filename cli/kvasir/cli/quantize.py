@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from kvasir.bench.options import threads_option
 from kvasir.bench.report import progress
 from kvasir.cli.errors import InvalidInput
 
@@ -28,7 +29,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--windows", type=_COUNT, default=32, show_default=True, help="Of text.")
 @click.option("--window", type=click.IntRange(min=2), default=512, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows.")
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="0: all usable cores.")
+@threads_option
 def quantize(**given: Any) -> None:
     """Round a model to int4 so that it answers as before, and write it as a new folder.
 

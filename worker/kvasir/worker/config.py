@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MAX_THREADS = 1024
+"""More than machines have cores; the thread library itself ends the process at far more."""
+
 
 class WorkerConfig(BaseModel):
     """Everything that `kvasir-worker` takes; unknown keys are refused by name."""
@@ -45,7 +48,7 @@ class WorkerConfig(BaseModel):
     quantization int8."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA when present."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = 0
     """CPU threads for computation; 0: the cores this process may use."""
 
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16

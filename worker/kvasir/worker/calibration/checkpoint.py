@@ -6,6 +6,7 @@ name when it is complete.
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -44,7 +45,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 
     ModelError if there is something already, or no place for it.
     """
-    if output.exists():
+    if os.path.lexists(output):  # also a link to nothing, which would be replaced
         raise ModelError("output", f"{output} exists", "remove it, or give another folder")
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.absolute().parent))
@@ -64,10 +65,10 @@ def new_folder(output: Path) -> Iterator[Path]:
 def write_description(folder: Path, url: str, source: ModelSource) -> None:
     """All but the weights: those files of a given folder, or what a GGUF file says."""
     path = locate(url)
+    config = _describe(folder, path, source)
+    config["dtype"] = "float32"
+    text = json.dumps(config, indent=2) + "\n"
     with _writing():
-        config = _describe(folder, path, source)
-        config["dtype"] = "float32"
-        text = json.dumps(config, indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
 
 
@@ -76,13 +77,25 @@ def _describe(folder: Path, path: Path, source: ModelSource) -> dict[str, Any]:
     if path.is_dir():
         for file in path.iterdir():
             if file.is_file() and file.suffix in _DESCRIPTIVE and _INDEX not in file.name:
-                shutil.copyfile(file, folder / file.name)
-        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+                content = _read(file)
+                with _writing():
+                    (folder / file.name).write_bytes(content)
+        config: dict[str, Any] = json.loads(_read(path / "config.json"))
         config.pop("torch_dtype", None)
         return config
     for name, content in source.tokenizer_files.items():
-        (folder / name).write_bytes(content)
+        with _writing():
+            (folder / name).write_bytes(content)
     return _config_json(source.config, source.eos_token_ids)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ModelError(
+            "model", f"{file} cannot be read ({error.strerror})", "make it readable, or remove it"
+        ) from error
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

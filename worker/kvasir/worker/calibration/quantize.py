@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvasir.worker.calibration.checkpoint import new_folder, write_description, write_weights
 from kvasir.worker.calibration.footprint import calibration_footprint
@@ -52,9 +53,20 @@ def quantize(
         text = standard_docstrings() if sample.text is None else sample.text
         tokenizer = read_tokenizer(source.tokenizer_files[TOKENIZER])
         windows = draw_windows(tokenizer, text, sample.windows, sample.window, sample.seed)
+        _check_tokens(windows, source.config)
         write_description(folder, model, source)
         calibration = Calibration(source.config, source.weights, windows, progress)
         write_weights(folder, calibration.tensors())
+
+
+def _check_tokens(windows: Tensor, config: ModelConfig) -> None:
+    last = int(windows.max())
+    if last >= config.vocab_size:
+        raise ModelError(
+            TOKENIZER,
+            f"token {last} of the text is not among the model's {config.vocab_size} tokens",
+            "give the tokenizer that belongs to the model",
+        )
 
 
 def _check_memory(config: ModelConfig, sample: Sample) -> None:
