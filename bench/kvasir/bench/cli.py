@@ -1,5 +1,7 @@
 """The `kvasir bench` command group."""
 
+from typing import Any
+
 import click
 
 from kvasir.bench.batching_command import batching
@@ -11,11 +13,20 @@ from kvasir.bench.kv_command import kv
 from kvasir.bench.prefix_command import prefix
 from kvasir.bench.quality_command import quality
 from kvasir.bench.serve_command import serve
+from kvasir.bench.signals import ended_by_signals
 from kvasir.bench.speculation_command import speculation
 from kvasir.bench.startup_command import startup
 
 
-@click.group()
+class _Bench(click.Group):
+    """Its commands clean up after SIGTERM and SIGHUP, too."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with ended_by_signals():
+            return super().invoke(ctx)
+
+
+@click.group(cls=_Bench)
 def bench() -> None:
     """Measure a server or the engine, and check exactness.
 

@@ -1,7 +1,8 @@
 """One `kvasir-worker` or `kvasir-router` as a real operating-system process.
 
 Owns its configuration file, its state file, its log and its process group. It starts and
-signals exactly one process at a time and never restarts one by itself.
+signals exactly one process at a time and never restarts one by itself. On Linux the process dies
+with the thread that starts it (child.py), and so with the bench, however that ends.
 """
 
 import asyncio
@@ -12,6 +13,8 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvasir.operator.local.child import dies_with_us
 
 _POLL_S = 0.05
 _TAIL_LINES = 20
@@ -69,13 +72,10 @@ class Process:
         config_file = self._folder / f"{self.name}.json"
         config_file.write_text(self._config)
         self._state_file.unlink(missing_ok=True)
+        options = ["--config", str(config_file), "--state-file", str(self._state_file)]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                self._program,
-                "--config",
-                config_file,
-                "--state-file",
-                self._state_file,
+                *dies_with_us([str(self._program), *options]),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

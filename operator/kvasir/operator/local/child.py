@@ -2,10 +2,11 @@
 
 A process killed with SIGKILL cannot stop its children. This wrapper asks the kernel to do
 it (PR_SET_PDEATHSIG survives exec), then becomes the command, so that pid and parent stay
-the same. It runs as a script, without site packages, and imports nothing of Kvasir.
+the same. It runs as a script, without site packages, and imports nothing of Kvasir;
+``dies_with_us`` is the command line that runs it.
 
-The signal is bound to the parent *thread* that forked: only a thread that lives as long as
-the parent process, the main thread, may start it.
+The signal is bound to the parent *thread* that forked: only a thread that outlives the command,
+as the main thread does, may start it.
 """
 
 import ctypes
@@ -15,6 +16,13 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
+
+
+def dies_with_us(command: list[str]) -> list[str]:
+    """The command line of ``command`` as a child of this process; unchanged but on Linux."""
+    if sys.platform != "linux":
+        return command
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main() -> None:

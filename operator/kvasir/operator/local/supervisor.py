@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvasir.operator.local import child
+from kvasir.operator.local.child import dies_with_us
 from kvasir.operator.local.state import ProcessRecord, ProcessState, StateDirectory, record_of
 from kvasir.operator.plan import Process
 
@@ -55,7 +55,7 @@ class Supervised:
         with directory.log_file(process.id).open("ab") as log:
             self._log_start = log.tell()
             self._popen = subprocess.Popen(
-                _dies_with_us(build(process, config, state)),
+                _bound(build(process, config, state)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -109,12 +109,10 @@ def earlier_log(log: Path) -> Path:
     return log.with_name(f"{log.name}.1")
 
 
-def _dies_with_us(command: list[str]) -> list[str]:
-    if sys.platform != "linux":
-        # `kvasir up` finds and stops leftovers when it is started again.
-        return command
+def _bound(command: list[str]) -> list[str]:
+    # Where child.py does nothing, `kvasir up` stops leftovers when it is started again.
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "processes live as long as the thread that starts them: use the main one"
         )
-    return [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command]
+    return dies_with_us(command)
