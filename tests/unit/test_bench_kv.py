@@ -1,6 +1,7 @@
 """`kvasir bench kv`: shares that can be worked out by hand, and the command on a small trace."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ def test_the_command_tells_of_the_machine_and_of_every_block_size(tmp_path: Path
     assert "reservation, 16" in result.output
     assert "rows left out 3" in " ".join(result.output.split())
     written = json.loads(report.read_text())
+    assert written["settings"]["requests"] == 27, "as many as are measured, not as were asked for"
     assert {"cpu", "versions"} <= set(written["machine"])
     sizes = [figure["block_size"] for figure in written["figures"]]
     assert sizes == [16, 1, 2, 4, 8, 16, 32, 64, 128]
@@ -92,6 +94,45 @@ def test_the_command_tells_of_the_machine_and_of_every_block_size(tmp_path: Path
         parts = ("filled", "reserved", "internal", "external")
         total = sum(figure[part]["low"] for part in parts)
         assert 0.9 < total <= 1.0001
+
+
+def test_the_header_tells_of_the_rows_that_were_measured(tmp_path: Path) -> None:
+    trace, report = tmp_path / "trace.csv", tmp_path / "report.json"
+    rows = [f"2024-01-01 00:00:00,{10 * i},{i}" for i in range(1, 41)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    memory = ("--kv-tokens", "512", "--max-model-len", "512", "--requests", "20", "--runs", "2")
+    result = CliRunner().invoke(
+        bench, ["kv", "--trace", str(trace), *memory, "--json", str(report)]
+    )
+    assert result.exit_code == 0, result.output
+    settings = json.loads(report.read_text())["settings"]
+    drawn = [i for run in range(2) for i in random.Random(f"0/{run}").sample(range(1, 41), 20)]
+    mean = sum(drawn) / len(drawn)
+    assert settings["requests"] == 20
+    assert settings["output"].startswith(f"mean={mean:.1f} ")
+
+
+def refused(tmp_path: Path, lengths: str, *options: str) -> str:
+    """What is said of a trace with these lengths, on one line; the exit code must be 2."""
+    trace = tmp_path / "trace.csv"
+    rows = [f"2024-01-01 00:00:00,{row}" for row in lengths.split()]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    result = CliRunner().invoke(bench, ["kv", "--trace", str(trace), *options])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.split())
+
+
+def test_memory_for_less_than_one_sequence_is_refused(tmp_path: Path) -> None:
+    told = refused(tmp_path, "40,5", "--kv-tokens", "100", "--max-model-len", "256")
+    assert "--kv-tokens: 100 tokens do not hold one sequence of --max-model-len 256" in told
+    assert "at least 256" in told
+    told = refused(tmp_path, "40,5", "--kv-tokens", "130", "--max-model-len", "129")
+    assert "at least 256" in told, "blocks of 128 tokens are the largest"
+
+
+def test_a_trace_of_too_long_rows_alone_is_refused(tmp_path: Path) -> None:
+    told = refused(tmp_path, "300,5 400,5 0,1", "--max-model-len", "256")
+    assert "2 of 3 rows are longer than --max-model-len 256; raise it" in told
 
 
 def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:

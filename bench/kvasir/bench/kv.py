@@ -12,6 +12,7 @@ Shares are of the slots taken out of use: filled, reserved (tokens known and not
 internal waste (beyond all known tokens) and external waste (free, but too few for anyone).
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -101,6 +102,17 @@ def fitting(rows: Sequence[TraceRow], max_model_len: int) -> list[TraceRow]:
     ]
 
 
+def least_kv_tokens(max_model_len: int, modes: Sequence[Mode]) -> int:
+    """Tokens of KV memory in which every mode has the blocks of the longest sequence."""
+    return max(math.ceil(max_model_len / mode.block_size) * mode.block_size for mode in modes)
+
+
+def drawn(work: Workload, run: int) -> list[TraceRow]:
+    """The rows that a run measures: ``requests`` of them, or all if there are fewer."""
+    rng = random.Random(f"{work.seed}/{run}")
+    return rng.sample(work.rows, min(work.requests, len(work.rows)))
+
+
 def measure(
     work: Workload, modes: Sequence[Mode], runs: int, say: Callable[[str], None]
 ) -> list[Figure]:
@@ -108,8 +120,7 @@ def measure(
     found: dict[Mode, list[_Run]] = {mode: [] for mode in modes}
     bandwidth: dict[Mode, list[float]] = {mode: [] for mode in modes}
     for run in range(runs):
-        rng = random.Random(f"{work.seed}/{run}")
-        rows = rng.sample(work.rows, min(work.requests, len(work.rows)))
+        rows = drawn(work, run)
         for mode in modes:
             say(f"{mode.name}, blocks of {mode.block_size}, run {run + 1} of {runs}")
             bandwidth[mode].append(memory_bandwidth())

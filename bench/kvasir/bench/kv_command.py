@@ -17,13 +17,13 @@ from kvasir.bench.report import (
     write_json,
 )
 from kvasir.bench.stats import Spread, distribution, spread
-from kvasir.bench.traces import read_trace
+from kvasir.bench.traces import TraceRow, read_trace
 from kvasir.bench.workload import WorkloadError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvasir.bench.kv import Figure
+    from kvasir.bench.kv import Figure, Mode
 
 _COMMAND = "kvasir bench kv"
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -60,13 +60,16 @@ def kv(**given: Any) -> None:
     The scheduler alone, on the lengths of a trace: nothing is computed, and the shares do not
     depend on the machine.
     """
-    from kvasir.bench.kv import PAGING, RESERVATION, Mode, Workload, fitting, measure
+    from kvasir.bench.kv import PAGING, RESERVATION, Mode, Workload, drawn, fitting, measure
 
     machine = describe_machine()
     console = output()
+    modes = [Mode(RESERVATION, given["block_size"]), *(Mode(PAGING, n) for n in _SIZES)]
+    _check_memory(given["kv_tokens"], given["max_model_len"], modes)
     try:
         rows = read_trace(given["trace"])
         fit = fitting(rows, given["max_model_len"])
+        _check_rows(rows, fit, given["max_model_len"])
         names = ("requests", "kv_tokens", "token_bytes", "max_model_len", "max_batched_tokens")
         work = Workload(
             rows=fit,
@@ -74,23 +77,49 @@ def kv(**given: Any) -> None:
             seed=given["seed"],
             **{name: given[name] for name in names},
         )
-        modes = [Mode(RESERVATION, given["block_size"]), *(Mode(PAGING, n) for n in _SIZES)]
         with progress() as say:
             figures = measure(work, modes, given["runs"], say)
     except (WorkloadError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    measured = [row for run in range(given["runs"]) for row in drawn(work, run)]
     settings = {
         "trace": given["trace"].name,
         "rows left out": len(rows) - len(fit),
         **{name: given[name] for name in (*names, "max_running", "seed", "runs")},
-        "input": _lengths([row.input_length for row in fit]),
-        "output": _lengths([row.output_length for row in fit]),
+        "requests": len(measured) // given["runs"],
+        "input": _lengths([row.input_length for row in measured]),
+        "output": _lengths([row.output_length for row in measured]),
     }
     print_header(console, _COMMAND, machine, settings)
     _print(console, figures)
     if given["json_file"] is not None:
         report = {"command": _COMMAND, "machine": machine, "settings": settings}
         write_json(given["json_file"], {**report, "figures": figures})
+
+
+def _check_memory(kv_tokens: int, max_model_len: int, modes: Sequence["Mode"]) -> None:
+    """In less memory the longest request would wait for ever."""
+    from kvasir.bench.kv import least_kv_tokens
+
+    least = least_kv_tokens(max_model_len, modes)
+    if kv_tokens < least:
+        raise click.BadParameter(
+            f"{kv_tokens} tokens do not hold one sequence of --max-model-len {max_model_len} in"
+            f" blocks of every size: give at least {least}, or lower --max-model-len",
+            param_hint="--kv-tokens",
+        )
+
+
+def _check_rows(rows: Sequence[TraceRow], fit: Sequence[TraceRow], max_model_len: int) -> None:
+    longer = sum(row.input_length + row.output_length > max_model_len for row in rows)
+    if longer and not fit:
+        raise click.BadParameter(
+            f"{longer} of {len(rows)} rows are longer than --max-model-len {max_model_len};"
+            " raise it",
+            param_hint="--max-model-len",
+        )
+    if not fit:
+        raise WorkloadError(f"none of {len(rows)} rows has both input and output")
 
 
 def _lengths(lengths: Sequence[int]) -> str:
