@@ -4,14 +4,16 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from helpers.fake_runner import FakeRunner
 from kvasir.bench import batching, chunking, prefix
 from kvasir.bench.chunking_command import Counts, draw
+from kvasir.bench.cli import bench
 from kvasir.bench.disaggregation import layouts
 from kvasir.bench.stats import Record, Spread
 from kvasir.bench.trial import TrialError, in_turns, paired_ratios, trial
-from kvasir.bench.workload import Lengths, Prompt, RequestSpec
+from kvasir.bench.workload import Lengths, Prompt, RequestSpec, TokenSource
 from kvasir.worker.limits import SchedulerConfig
 
 VOCABULARY = 5000
@@ -125,6 +127,26 @@ def test_more_slots_than_memory_is_an_error(runner: FakeRunner) -> None:
         batching.measure(small, CONFIG, WORK, 1, VOCABULARY, lambda _: None)
 
 
+def test_outputs_that_are_cut_are_counted() -> None:
+    lengths = Lengths("lognormal", 10, 1.5)
+    tokens = TokenSource("0", VOCABULARY)
+    whole = [spec.max_tokens for spec in batching._requests(WORK, lengths, 10_000, tokens)]
+    cut = [spec.max_tokens for spec in batching._requests(WORK, lengths, 20, tokens)]
+    differing = sum(a != b for a, b in zip(whole, cut, strict=True))
+    assert 0 < differing < WORK.requests
+    assert batching.cut_outputs(WORK, lengths, 20) == differing
+    assert batching.cut_outputs(WORK, lengths, 10_000) == 0
+
+
+@pytest.mark.parametrize("input_len", ["64", "50", "1000"])
+def test_prompts_that_leave_no_room_for_outputs_are_refused(input_len: str) -> None:
+    lengths = ("--input-len", input_len, "--output-len", "20", "--max-model-len", "64")
+    result = CliRunner().invoke(bench, ["batching", *lengths])
+    assert result.exit_code == 2
+    assert "--input-len" in result.output
+    assert "--max-model-len 64" in " ".join(result.output.split())
+
+
 def test_mean_of_the_batch_over_time() -> None:
     long = Record(due=0, sent=0, end=10, token_times=(0.0, 10.0))
     short = Record(due=0, sent=0, end=5, token_times=(0.0, 5.0))
@@ -161,6 +183,13 @@ def test_sequences_that_end_too_early_are_an_error(runner: FakeRunner) -> None:
 def test_bad_budgets_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(click.BadParameter, match=complaint):
         Counts().convert(text, None, None)
+
+
+@pytest.mark.parametrize("name", ["picture.txt", "picture"])
+def test_a_picture_that_is_no_png_is_refused_beforehand(tmp_path: Path, name: str) -> None:
+    result = CliRunner().invoke(bench, ["chunking", "--png", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert f"{name} must end in .png" in result.output
 
 
 def test_the_picture_is_a_png(runner: FakeRunner, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Record, RunSummary, Spread, spread, summarize
 from kvasir.bench.trial import Progress, in_turns, paired_ratios, trial
-from kvasir.bench.workload import Lengths, RequestSpec, TokenSource, random_requests
+from kvasir.bench.workload import Lengths, RequestSpec, TokenSource, random_lengths, random_requests
 from kvasir.worker.contracts import Runner
 from kvasir.worker.limits import SchedulerConfig
 
@@ -125,6 +125,12 @@ def _requests(
         replace(spec, max_tokens=min(spec.max_tokens, max_model_len - len(spec.prompt.token_ids)))
         for spec in specs
     ]
+
+
+def cut_outputs(work: Workload, outputs: Lengths, max_model_len: int) -> int:
+    """How many requests get fewer output tokens than drawn, because the model's length ends."""
+    lengths = random_lengths(work.requests, work.inputs, outputs, seed=work.seed)
+    return sum(n + m > max_model_len for n, m in lengths)
 
 
 def _offer(

@@ -52,10 +52,11 @@ def batching(**given: Any) -> None:
     this engine on the same requests and in the same memory, for outputs of equal and of
     differing lengths. The baseline is static batching with reservation.
     """
-    from kvasir.bench.batching import BASELINE, Workload, measure
+    from kvasir.bench.batching import BASELINE, Workload, cut_outputs, measure
     from kvasir.bench.trial import TrialError
 
     mean = given["output_len"]
+    _check_lengths(given["input_len"], mean, given["max_model_len"])
     shapes = (
         ("low variance", Lengths("uniform", mean, 0.1)),
         ("high variance", Lengths("lognormal", mean, given["variation"])),
@@ -82,6 +83,11 @@ def batching(**given: Any) -> None:
                 "requests": work.requests,
                 "input": given["input_len"],
                 "outputs": dict(shapes),
+                "outputs cut": ", ".join(
+                    f"{cut_outputs(work, lengths, bench.scheduler.max_model_len)} of"
+                    f" {work.requests} of {name}"
+                    for name, lengths in shapes
+                ),
                 "KV memory": f"{work.reserved_slots} x {bench.scheduler.max_model_len} tokens",
                 "running at most": f"{work.max_running} paged, {work.reserved_slots} reserved",
             }
@@ -101,6 +107,17 @@ def batching(**given: Any) -> None:
     for name, _ in shapes:
         _print(console, name, [figure for figure in figures if figure.outputs == name], BASELINE)
     bench.write(given, _COMMAND, figures=figures)
+
+
+def _check_lengths(input_len: int, output_len: int, max_model_len: int) -> None:
+    """Most outputs must come whole: cut ones are no longer of the distribution that is named."""
+    if input_len + output_len > max_model_len:
+        raise click.BadParameter(
+            f"{input_len} tokens leave {max(0, max_model_len - input_len)} of --max-model-len"
+            f" {max_model_len} for outputs of --output-len {output_len} on average: lower it or"
+            " --output-len, or raise --max-model-len",
+            param_hint="--input-len",
+        )
 
 
 def _print(console: "Console", name: str, figures: list["Figure"], baseline: str) -> None:

@@ -38,6 +38,12 @@ class Counts(click.ParamType[tuple[int, ...]]):
         return found
 
 
+def _check_picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None and value.suffix.lower() != ".png":
+        raise click.BadParameter(f"{value.name} must end in .png")
+    return check_folder(ctx, param, value)
+
+
 @click.command()
 @click.option(
     "--budgets",
@@ -52,7 +58,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--png",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=check_folder,
+    callback=_check_picture,
     help="Also draw the two curves into this file.",
 )
 @model_options

@@ -86,17 +86,21 @@ class TokenSource:
         return tuple(FIRST_TOKEN_ID + int(rng.random() * span) for _ in range(count))
 
 
+def random_lengths(
+    count: int, inputs: Lengths, outputs: Lengths, *, seed: int
+) -> list[tuple[int, int]]:
+    """Input and output tokens of each request."""
+    rng = random.Random(f"lengths {seed}")
+    input_lengths = inputs.draw(count, rng)
+    return list(zip(input_lengths, outputs.draw(count, rng), strict=True))
+
+
 def random_requests(
     count: int, inputs: Lengths, outputs: Lengths, *, seed: int, tokens: TokenSource
 ) -> list[RequestSpec]:
     """Unrelated prompts with exact token counts."""
-    rng = random.Random(f"lengths {seed}")
-    input_lengths = inputs.draw(count, rng)
-    output_lengths = outputs.draw(count, rng)
-    return [
-        RequestSpec(Prompt(token_ids=tokens.draw(i, n)), m)
-        for i, (n, m) in enumerate(zip(input_lengths, output_lengths, strict=True))
-    ]
+    lengths = random_lengths(count, inputs, outputs, seed=seed)
+    return [RequestSpec(Prompt(token_ids=tokens.draw(i, n)), m) for i, (n, m) in enumerate(lengths)]
 
 
 @dataclass(frozen=True, slots=True)
