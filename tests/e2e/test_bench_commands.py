@@ -37,6 +37,14 @@ def test_chunking(tmp_path: Path) -> None:
     assert picture.stat().st_size > 1000
 
 
+def test_speculation_refuses_outputs_beyond_the_model_s_length() -> None:
+    """2048 tokens would fit, were there no prompt."""
+    result = CliRunner().invoke(bench, ["speculation", "--output-len", "2048", "--threads", "1"])
+    assert result.exit_code == 2
+    told = " ".join(result.output.split())
+    assert "--output-len: 2048 tokens after a prompt of" in told
+
+
 def test_prefix(tmp_path: Path) -> None:
     small = ("--requests", "2", "--input-len", "64", "--output-len", "2", "--shared-requests", "1")
     report = run(tmp_path, "prefix", *small)

@@ -154,6 +154,16 @@ def measure(
     return figures
 
 
+def longest_prompt(work: Workload, runs: int) -> int:
+    """Tokens of the longest prompt that ``measure`` asks."""
+    return max(
+        len(spec.prompt.token_ids)
+        for text in work.texts
+        for run in range(-1, runs)
+        for spec in _specs(work, text, max(work.batches), run)  # a smaller batch is its beginning
+    )
+
+
 def _specs(work: Workload, text: Text, batch: int, run: int) -> list[RequestSpec]:
     rng = random.Random(f"{work.seed}/{run}/{text.name}")
     prompts = [tuple(work.encode(text.prompt(rng))) for _ in range(batch)]

@@ -49,7 +49,7 @@ def speculation(**given: Any) -> None:
     Drafts win where a step has few rows and the text repeats itself; in a large batch they only
     cost, and the engine stops making them.
     """
-    from kvasir.bench.speculation import TEXTS, Workload, measure, text_of_file
+    from kvasir.bench.speculation import TEXTS, Workload, longest_prompt, measure, text_of_file
     from kvasir.bench.trial import TrialError
     from kvasir.router.text.tokenizer import ModelTokenizer
     from kvasir.worker.speculation.config import Method, SpeculationConfig
@@ -66,6 +66,9 @@ def speculation(**given: Any) -> None:
         work = Workload(
             texts, given["batches"], given["output_len"], given["seed"], tokenizer.encode
         )
+        _check_length(
+            work.output_len, longest_prompt(work, given["runs"]), bench.scheduler.max_model_len
+        )
         bench.settings.update(
             {"method": given["method"], "draft tokens": settings.num_tokens}
             | {"output": work.output_len}
@@ -79,6 +82,16 @@ def speculation(**given: Any) -> None:
     print_header(console, _COMMAND, bench.machine, bench.settings)
     _print(console, figures)
     bench.write(given, _COMMAND, figures=figures)
+
+
+def _check_length(output_len: int, prompt_len: int, max_model_len: int) -> None:
+    """The engine would end such outputs early."""
+    if prompt_len + output_len > max_model_len:
+        raise click.BadParameter(
+            f"{output_len} tokens after a prompt of {prompt_len} are more than the model's length,"
+            f" {max_model_len}: give at most {max(0, max_model_len - prompt_len)}",
+            param_hint="--output-len",
+        )
 
 
 def _print(console: "Console", figures: Sequence["Figure"]) -> None:
