@@ -1,6 +1,7 @@
 """What the loader refuses, and that each refusal names the field and the fix."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_progress_and_what_is_said_of_the_model(folder: Path) -> None:
         2,
         8,
     )
+
+
+def test_the_log_says_what_computes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        load(f"file://{folder}", dtype="float32", quantization="int8", threads=1)
+    assert "computes with=torch dtype=float32 quantization=int8 speculation=none threads=1" in [
+        record.getMessage() for record in caplog.records
+    ]
 
 
 def test_fingerprint_follows_the_weights_and_not_the_place(folder: Path, tmp_path: Path) -> None:

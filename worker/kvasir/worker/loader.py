@@ -81,6 +81,14 @@ def load_model(config: WorkerConfig, progress: Callable[[str], None]) -> LoadedM
     read_as = dtype if quantization.weights == "none" else torch.float32
     reader = WeightReader(model, source.weights, read_as, device, progress)
     decoder = _decoder(config, reader, dtype, quantization, threads, kernels)
+    _log.info(
+        "computes with=%s dtype=%s quantization=%s speculation=%s threads=%d",
+        "torch" if kernels is None else f"kernels-{kernels.target}",
+        str(dtype).removeprefix("torch."),
+        quantization.label,
+        config.speculative_method,
+        threads,
+    )
     progress(f"allocating {num_blocks} KV blocks")
     cache = KvCache(model, num_blocks, config.block_size, dtype, device)
     return_free_memory()
