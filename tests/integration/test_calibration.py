@@ -109,7 +109,9 @@ def test_calibration_takes_the_memory_that_is_said(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[1],
     )
     needed = calibration_footprint(open_source(url).config, 128 * 512)
-    other = 96 * 2**20  # the text and its tokens, code that is read on first use
+    # The text and its tokens, code that is read on first use, pages that the allocator keeps;
+    # less than the streams once more.
+    other = 96 * 2**20 + 0.4 * needed.streams
     assert 0.9 * needed.streams < int(done.stdout) < needed.model + needed.streams + other
 
 

@@ -1,6 +1,7 @@
 """SIGTERM and SIGHUP end a bench as Ctrl-C does: whatever it started is ended and removed."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,8 +11,12 @@ from types import FrameType
 def ended_by_signals() -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP interrupt like SIGINT; the exit code is 128 + the signal's number.
 
-    A signal that is ignored (SIGHUP under nohup) stays so.
+    A signal that is ignored (SIGHUP under nohup) stays so. Only the main thread can heed signals:
+    elsewhere they stay whoever's they are.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
