@@ -130,7 +130,7 @@ def test_readiness_follows_the_api_server(
     config = control_plane.kubeconfig
     # One leads and, with so long a lease, goes on without the API server; the other one waits.
     leader = Operator(config, namespace, tmp_path / "leader.log", "--lease-seconds=300")
-    lease = ("--lease-name=other", "--lease-seconds=3")
+    lease = ("--lease-name=other", "--lease-seconds=12")
     waiting: list[Operator] = []
     try:
         wait_readiness(leader, 200, "ok")
@@ -142,7 +142,7 @@ def test_readiness_follows_the_api_server(
         wait_readiness(second, 200, "ok")
         control_plane.api_server.kill()
         wait_readiness(leader, 503, "watch of /api")
-        wait_readiness(second, 503, "no answer of the API server for 3 s")
+        wait_readiness(second, 503, "no answer of the API server for 12 s")
         control_plane.api_server.start()
         control_plane.wait_ready()
         wait_readiness(leader, 200, "ok")
