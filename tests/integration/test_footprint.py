@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize("form", ["none", "int8", "int4"])
-def test_loading_takes_no_more_than_is_said(form: str) -> None:
+def test_loading_takes_no_more_than_is_said(form: Literal["none", "int8", "int4"]) -> None:
     done = subprocess.run(
         (sys.executable, "-c", GROWTH, form),
         check=True,
@@ -45,7 +46,7 @@ def test_loading_takes_no_more_than_is_said(form: str) -> None:
         timeout=120,
         cwd=Path(__file__).parents[1],
     )
-    quantization = Quantization(form)  # type: ignore[arg-type]  # one of the forms
+    quantization = Quantization(form)
     config = open_source(BUNDLED).config
     weights = footprint(config, torch.bfloat16, quantization, packed=True)
     other = 64 * 2**20  # the cache, the tokenizer's files, code that is read on first use

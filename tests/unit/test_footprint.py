@@ -1,6 +1,7 @@
 """What a model is said to take in memory, against what its decoders hold."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -19,7 +20,12 @@ FORMS = ("none", "int8", "int4")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("packed", [True, False])
 def test_resident_is_what_the_decoder_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: str, *, packed: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    form: Literal["none", "int8", "int4"],
+    *,
+    packed: bool,
 ) -> None:
     if packed and not isinstance(find_kernels(), Kernels):
         pytest.skip("NO CPU KERNELS TO TEST")
@@ -28,7 +34,7 @@ def test_resident_is_what_the_decoder_holds(
     save_tiny(kind, tmp_path)
     url = f"file://{tmp_path}"
     held = load(url, dtype="bfloat16", quantization=form).runner.weight_bytes
-    quantization = Quantization(form)  # type: ignore[arg-type]  # one of the forms
+    quantization = Quantization(form)
     model = open_source(url).config
     said = footprint(model, torch.bfloat16, quantization, packed=packed).resident
     norms_and_biases = 4 * model.num_layers * (4 * 48 + 2 * 80)
