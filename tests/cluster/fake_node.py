@@ -1,9 +1,10 @@
 """A node without containers: plays the kubelet for control-plane tests.
 
-It registers a Node, renews its lease, and reports each pod that the scheduler binds to it as its
-rule says: Ready at once, by default. It removes deleted pods as a kubelet does. Nothing runs in
-these pods; everything else (scheduling, endpoints, controllers) is real. It goes on when the API
-server went away and came back.
+It registers a Node, renews its lease and its status, and reports each pod that the scheduler
+binds to it as its rule says: Ready at once, by default. It removes deleted pods as a kubelet does.
+Nothing runs in these pods; everything else (scheduling, endpoints, controllers) is real. It goes on
+when the API server went away and came back, and sets right what controllers wrote while it was
+thought lost.
 """
 
 import datetime
@@ -16,13 +17,13 @@ from itertools import count
 
 from cluster.api import STRATEGIC_PATCH, ApiClient, ApiError, DisconnectedError, Object
 from cluster.control_plane import ControlPlane
-from cluster.pod_status import READY, Outcome, Rule, always, pod_status
+from cluster.pod_status import READY, Outcome, Rule, always, pod_status, says_ready
 from cluster.processes import wait_until
 
 _READY_TIMEOUT = 60.0
 _RECONNECT_SECONDS = 0.2
 _LEASE_SECONDS = 40
-_LEASE_RENEWALS = 5.0
+_BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 20
 _CAPACITY = {"cpu": "64", "memory": "800Gi", "pods": "500", "ephemeral-storage": "1Ti"}
 
@@ -30,8 +31,8 @@ _CAPACITY = {"cpu": "64", "memory": "800Gi", "pods": "500", "ephemeral-storage":
 class FakeNode:
     """One node; `capacity` adds to or replaces 64 CPUs, 256 GiB and 500 pods.
 
-    Threads: one follows the pods, one acts on them, one renews the lease. `rule` may be replaced
-    from any thread.
+    Threads: one follows the pods, one acts on them, one renews lease and status. `rule` may be
+    replaced from any thread.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class FakeNode:
         self._clients: list[ApiClient] = []
         self._failure: BaseException | None = None
         self._ended = threading.Event()
-        parts = (self._follow_pods, self._act_on_pods, self._renew_lease)
+        parts = (self._follow_pods, self._act_on_pods, self._beat)
         self._threads = [
             threading.Thread(target=self._run, args=(part,), name=f"{name}{part.__name__}")
             for part in parts
@@ -78,9 +79,7 @@ class FakeNode:
             "spec": {"holderIdentity": self.name, "leaseDurationSeconds": _LEASE_SECONDS},
         }
         client.create(_LEASES, lease)
-        client.patch(
-            f"/api/v1/nodes/{self.name}/status", {"status": self._node_status()}, STRATEGIC_PATCH
-        )
+        self._report_node(client)
         for thread in self._threads:
             thread.start()
         wait_until(lambda: self._schedulable(client), f"{self.name} schedulable", _READY_TIMEOUT)
@@ -188,7 +187,7 @@ class FakeNode:
 
     def _report(self, client: ApiClient, path: str, uid: str, pod: Object) -> None:
         outcome = self._rule(pod)
-        if self._reported.get(uid) == outcome:
+        if self._reported.get(uid) == outcome and says_ready(pod) == outcome.ready:
             return
         status = pod_status(pod, outcome, self.host, self._address(uid), _now())
         body = {"metadata": {"uid": uid}, "status": status}
@@ -218,11 +217,17 @@ class FakeNode:
                 self._addresses[uid] = f"10.{self._number}.{high}.{low}"
             return self._addresses[uid]
 
-    def _renew_lease(self, client: ApiClient) -> None:
+    def _beat(self, client: ApiClient) -> None:
+        """Keep the lease; and the status, which becomes Unknown when the lease was not kept."""
         while True:
             client.patch(f"{_LEASES}/{self.name}", {"spec": {"renewTime": _now(precise=True)}})
-            if self._ended.wait(_LEASE_RENEWALS):
+            self._report_node(client)
+            if self._ended.wait(_BEAT_SECONDS):
                 return
+
+    def _report_node(self, client: ApiClient) -> None:
+        status = {"status": self._node_status()}
+        client.patch(f"/api/v1/nodes/{self.name}/status", status, STRATEGIC_PATCH)
 
     def _schedulable(self, client: ApiClient) -> bool:
         return not client.get(f"/api/v1/nodes/{self.name}")["spec"].get("taints")

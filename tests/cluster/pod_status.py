@@ -60,6 +60,12 @@ def crashed(exit_code: int, message: str) -> Outcome:
     return replace(CRASHED, exit_code=exit_code, message=message)
 
 
+def says_ready(pod: Object) -> bool:
+    """Whether the pod's status, whoever wrote it last, says that it is Ready."""
+    conditions = pod["status"].get("conditions", [])
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
 def pod_status(pod: Object, outcome: Outcome, host: str, address: str, now: str) -> Object:
     """The status that a kubelet would report; times are RFC 3339."""
     containers = [_container_status(pod, spec, outcome, now) for spec in pod["spec"]["containers"]]

@@ -12,7 +12,7 @@ from cluster.api import DisconnectedError
 from cluster.clients import CommandError, Helm, Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode, fake_node
-from cluster.pod_status import IMAGE_PULL_FAILED, NOT_READY, READY, Outcome, always
+from cluster.pod_status import IMAGE_PULL_FAILED, NOT_READY, READY, Outcome, always, says_ready
 from cluster.processes import wait_until
 
 _TIMEOUT = "60s"
@@ -270,6 +270,32 @@ def test_everything_goes_on_when_the_api_server_was_killed(
         kubectl("get", "nodes")
     control_plane.api_server.start()
     control_plane.wait_ready()
+    kubectl("scale", "deploy/web", "--replicas=2", f"--namespace={namespace}")
+    ready = "--for=jsonpath={.status.readyReplicas}=2"
+    kubectl("wait", ready, "deploy/web", f"--namespace={namespace}", f"--timeout={_TIMEOUT}")
+
+
+def test_a_node_that_was_thought_lost_is_ready_again_with_its_pods(
+    control_plane: ControlPlane, kubectl: Kubectl, namespace: str, node: FakeNode
+) -> None:
+    """The controllers write as much when its lease was not renewed: while no server answered."""
+    kubectl.apply(_deployment(namespace, 1))
+    _wait_available(kubectl, namespace)
+    lost = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
+    patch = ("--subresource=status", "--type=strategic", f"--patch={json.dumps(lost)}")
+    kubectl("patch", "node", node.name, *patch)
+    [pod] = _pods(kubectl, namespace)
+    not_ready = json.dumps(lost).replace("Unknown", "False")
+    kubectl(
+        *("patch", "pod", pod["metadata"]["name"], f"--namespace={namespace}"),
+        *("--subresource=status", "--type=strategic", f"--patch={not_ready}"),
+    )
+
+    def well() -> bool:
+        spec = kubectl.get("node", node.name)["spec"]
+        return not spec.get("taints") and all(map(says_ready, _pods(kubectl, namespace)))
+
+    wait_until(well, "no taint, and its pod Ready", 60)
     kubectl("scale", "deploy/web", "--replicas=2", f"--namespace={namespace}")
     ready = "--for=jsonpath={.status.readyReplicas}=2"
     kubectl("wait", ready, "deploy/web", f"--namespace={namespace}", f"--timeout={_TIMEOUT}")
