@@ -72,6 +72,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ),
     ({"engine": {"speculative": {"method": "x"}}}, "spec.engine.speculative.method: Unsupported"),
     (
+        {"engine": {"speculative": {"numSpeculativeTokens": 8}}},
+        "spec.engine.speculative.numSpeculativeTokens: Invalid value: numSpeculativeTokens needs a "
+        "method; set method to ngram or draft",
+    ),
+    (
         {"engine": {"kvCacheMemory": "1GB"}},
         'spec.engine.kvCacheMemory: Invalid value: "1GB": is not a size; write a size such as',
     ),

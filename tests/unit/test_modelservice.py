@@ -83,6 +83,7 @@ def test_defaults() -> None:
     assert service.spec.engine.kv_cache_memory == 512 * 1024**2
     assert service.spec.engine.block_size == 16
     assert service.spec.engine.prefix_caching is True
+    assert service.spec.engine.speculative.most_tokens == 8
     assert service.spec.disaggregation.mode == "auto"
     assert [
         service.spec.prefill.initial_replicas,
@@ -180,6 +181,16 @@ INVALID_SPECS = [
         "engine: {speculative: {numSpeculativeTokens: 33}}",
         "spec.engine.speculative.numSpeculativeTokens",
         "at most 32",
+    ),
+    (
+        "engine: {speculative: {numSpeculativeTokens: 4}}",
+        "spec.engine.speculative",
+        "numSpeculativeTokens needs a method; set method to ngram or draft, or remove",
+    ),
+    (
+        "engine: {speculative: {method: none, numSpeculativeTokens: 8}}",
+        "spec.engine.speculative",
+        "numSpeculativeTokens needs a method",
     ),
     ("engine: []", "spec.engine", "a mapping of fields, got a list"),
     ("engine: ", "spec.engine", "a mapping of fields, got nothing"),

@@ -112,14 +112,43 @@ class Model(Strict):
         return self
 
 
+_DEFAULT_SPECULATIVE_TOKENS = 8
+_NO_METHOD = (
+    "numSpeculativeTokens needs a method; set method to ngram or draft, "
+    "or remove numSpeculativeTokens"
+)
+
+
 class Speculative(Strict):
     """Speculative decoding."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.numSpeculativeTokens) || self.method != 'none'",
+                _NO_METHOD,
+                ".numSpeculativeTokens",
+            )
+        )
+    )
 
     method: Literal["none", "ngram", "draft"] = "none"
     """Where drafted tokens come from: earlier text of the same request (ngram), or the model
     itself with layers left out (draft). Answers are the same with each."""
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=32)] = 8
-    """Most tokens drafted for a request in one step; fewer are where they would not pay."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=32)] | None = None
+    """Most tokens drafted for a request in one step; fewer are where they would not pay. Needs a
+    method. Left out: 8."""
+
+    @model_validator(mode="after")
+    def _tokens_of_a_method(self) -> "Speculative":
+        if self.num_speculative_tokens is not None and self.method == "none":
+            raise refuse(_NO_METHOD)
+        return self
+
+    @property
+    def most_tokens(self) -> int:
+        given = self.num_speculative_tokens
+        return _DEFAULT_SPECULATIVE_TOKENS if given is None else given
 
 
 class Engine(Strict):

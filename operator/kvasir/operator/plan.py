@@ -118,7 +118,7 @@ def _workers(service: ModelService, machine: Machine) -> Iterator[Process]:
         "max_running_requests": engine.max_running_requests,
         "prefix_caching": engine.prefix_caching,
         "speculative_method": engine.speculative.method,
-        "num_speculative_tokens": engine.speculative.num_speculative_tokens,
+        "num_speculative_tokens": engine.speculative.most_tokens,
         "drain_deadline": service.spec.rollout.drain_deadline,
     }
     roles: tuple[tuple[Literal["prefill", "decode"], int], ...] = (

@@ -315,7 +315,7 @@ def _config(service: ModelService, role: WorkerRole, kv_revision: str) -> dict[s
         "max_running_requests": engine.max_running_requests,
         "prefix_caching": engine.prefix_caching,
         "speculative_method": engine.speculative.method,
-        "num_speculative_tokens": engine.speculative.num_speculative_tokens,
+        "num_speculative_tokens": engine.speculative.most_tokens,
         "drain_deadline": service.spec.rollout.drain_deadline,
         **shown,
         **spread,
