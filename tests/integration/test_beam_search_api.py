@@ -81,34 +81,39 @@ async def test_a_chat_may_search_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("fields", "param", "why"),
     [
-        ({"stream": True}, "stream"),
-        ({"temperature": 0.7}, "temperature"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 5}, "top_k"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"min_tokens": 2}, "min_tokens"),
-        ({"stop": ["x"]}, "stop"),
-        ({"echo": True}, "echo"),
-        ({"logprobs": 0}, "logprobs"),
-        ({"length_penalty": 11}, "length_penalty"),
-        ({"use_beam_search": False, "length_penalty": 1.0}, "length_penalty"),
+        ({"stream": True}, "stream", "known at the end"),
+        ({"temperature": 0.7}, "temperature", "draws nothing; leave it out or give 0"),
+        ({"top_p": 0.9}, "top_p", "draws nothing"),
+        ({"top_k": 5}, "top_k", "draws nothing"),
+        ({"min_p": 0.1}, "min_p", "draws nothing"),
+        ({"presence_penalty": 1}, "presence_penalty", "model's own probabilities"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "leave it out or give 1"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "model's own probabilities; leave it out"),
+        ({"min_tokens": 2}, "min_tokens", "ends at a token"),
+        ({"stop": ["x"]}, "stop", "ends at a token"),
+        ({"echo": True}, "echo", "without the prompt"),
+        ({"logprobs": 0}, "logprobs", "not the logprobs of its tokens"),
+        ({"length_penalty": 11}, "length_penalty", ""),
+        ({"use_beam_search": False, "length_penalty": 1.0}, "length_penalty", "needs use_beam"),
     ],
 )
-async def test_what_a_search_would_pass_over_is_refused(fields: dict[str, Any], param: str) -> None:
+async def test_what_a_search_would_pass_over_is_refused(
+    fields: dict[str, Any], param: str, why: str
+) -> None:
     fake = SearchingDispatcher(endless)
     request = TEXT | {"use_beam_search": True} | fields
     status, _, body = await ask(fake, "/v1/completions", request)
     assert (status, body["error"]["param"]) == (400, param)
+    assert why in body["error"]["message"]
     assert fake.asked == []
 
 
 async def test_values_that_ask_for_nothing_pass() -> None:
     neutral = {
         "stream": False,
+        "temperature": 0,
         "top_p": 1,
         "top_k": -1,
         "echo": False,
