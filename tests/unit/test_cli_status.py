@@ -90,7 +90,43 @@ def test_acceptance_where_workers_speculate(capsys: pytest.CaptureFixture[str]) 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     with running(RouterStub(get={"/workers": [worker()]})) as router:
         assert run(cli, ["status", "--url", f"{router.url}/", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"url": router.url, "workers": [worker()]}
+    assert json.loads(capsys.readouterr().out) == {
+        "url": router.url,
+        "metrics_url": f"{router.url}/metrics",
+        "workers": [worker(metrics_url=None)],
+    }
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_where_the_metrics_of_the_running_instance_are(
+    state: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, name = os.getpid(), "smollm2-decode-0"
+    directory = StateDirectory(state, "smollm2")
+    with running(RouterStub(get={"/workers": [worker(), idle("starting")]})) as router:
+        processes = tuple(record_of(process, own) for process in ("router", name, "starting"))
+        with directory.locked():
+            directory.write_instance(
+                Instance("smollm2", router.url, record_of("kvasir up", own), processes)
+            )
+        address = router.url.removeprefix("http://")
+        ready = {"pid": own, "phase": "ready", "address": address}
+        directory.write_json(directory.state_file("router"), ready)
+        directory.write_json(
+            directory.state_file(name), ready | {"metrics_address": "127.0.0.1:9103"}
+        )
+        directory.write_json(directory.state_file("starting"), {"pid": own, "phase": "loading"})
+        assert run(cli, ["status", *options]) == 0
+    out = capsys.readouterr().out
+    if options:
+        rows = json.loads(out)["workers"]
+        assert [row["metrics_url"] for row in rows] == ["http://127.0.0.1:9103/metrics", None]
+    else:
+        assert out.splitlines()[-3:] == [
+            "Metrics:",
+            f"  {router.url}/metrics (router)",
+            f"  http://127.0.0.1:9103/metrics ({name})",
+        ]
 
 
 def test_no_workers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """`kvasir status`: the router's view of its workers, as a table or JSON."""
 
 import json
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -8,6 +10,7 @@ from rich.table import Table
 
 from kvasir.cli.client import RouterChoice, router_options
 from kvasir.cli.console import output
+from kvasir.operator.local.state import metrics_urls, state_root
 
 
 @click.command()
@@ -19,18 +22,31 @@ def status(router: RouterChoice, as_json: bool) -> None:
     KV USE counts blocks that running requests hold; the prefix cache fills what is left and
     is given up when room is needed. KV WASTE is the part of their room that no token fills or
     is about to fill. ACCEPTED, where workers speculate, is the share of drafted tokens that were
-    right.
+    right. Where `kvasir up` runs on this machine, the addresses of Prometheus metrics follow;
+    with --json they are metrics_url.
     """
     client = router.client()
     workers = client.get("/workers")
+    metrics = metrics_urls(state_root(os.environ), client.url)
     if as_json:
-        click.echo(json.dumps({"url": client.url, "workers": workers}, indent=2))
+        rows = [row | {"metrics_url": metrics.get(row["worker_id"])} for row in workers]
+        told = {"url": client.url, "metrics_url": f"{client.url}/metrics", "workers": rows}
+        click.echo(json.dumps(told, indent=2))
         return
     click.echo(client.url)
     if not workers:
         click.echo("no workers yet; they appear when their model is loaded")
         return
     output().print(_table(workers))
+    for line in _metrics_lines(metrics):
+        click.echo(line)
+
+
+def _metrics_lines(urls: Mapping[str, str]) -> list[str]:
+    """One line for each process that tells where its metrics are."""
+    if not urls:
+        return []
+    return ["", "Metrics:", *(f"  {url} ({name})" for name, url in sorted(urls.items()))]
 
 
 def _table(workers: list[dict[str, Any]]) -> Table:

@@ -157,6 +157,23 @@ def running_instances(root: Path) -> list[Instance]:
     return [instance for instance in found if instance and _alive(instance.supervisor)]
 
 
+def metrics_urls(root: Path, url: str) -> dict[str, str]:
+    """Where each process of the instance at ``url`` shows its metrics, by the process's id.
+
+    Processes that are not ready yet have no address. Empty if no such instance runs here.
+    """
+    found: dict[str, str] = {}
+    for instance in running_instances(root):
+        if instance.url != url:
+            continue
+        directory = StateDirectory(root, instance.name)
+        for record in instance.processes:
+            state = directory.read_state(record.id, record.pid)
+            if state is not None and state.health_address:
+                found[record.id] = f"http://{state.health_address}/metrics"
+    return found
+
+
 def _alive(record: ProcessRecord) -> psutil.Process | None:
     try:
         process = psutil.Process(record.pid)
