@@ -7,6 +7,7 @@ from importlib.metadata import files
 from gguf import GGUFReader
 
 from kvasir.router.text.tokenizer import ModelTokenizer
+from kvasir.worker.model.fields import Fields
 from kvasir.worker.model.tokenizer_files import from_gguf
 
 IM_START, IM_END = 1, 2
@@ -19,7 +20,7 @@ def tokenizer_files() -> dict[str, bytes]:
     path = next(entry.locate() for entry in listed if entry.name.endswith(".gguf"))
     fields = GGUFReader(str(path)).fields
     wanted = {key: field.contents() for key, field in fields.items() if "tokenizer." in key}
-    return from_gguf(wanted)
+    return from_gguf(Fields(wanted, "bundled.gguf"))
 
 
 def build_once(given: Mapping[str, bytes]) -> ModelTokenizer:

@@ -12,6 +12,10 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvasir.worker.config import WorkerConfig
 from kvasir.worker.loader import LoadedModel, load_model
+from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.rope import frequencies
+from kvasir.worker.model.source import ModelSource, open_source
+from kvasir.worker.model.weights import check_weights
 
 # Untyped in transformers.
 _read_gguf: Any = load_gguf_checkpoint
@@ -119,3 +123,18 @@ def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
         pad_token_id=0,
     )
     return [int(token) for token in output[0, len(prompt) :]]
+
+
+def opened(model: Path) -> ModelSource | str:
+    """The source of a model whose weights may be read, or in one line why there is none."""
+    try:
+        source = open_source(f"file://{model}")
+        check_weights(source.weights, source.config)
+    except ModelError as error:
+        refusal = str(error)
+    else:
+        assert frequencies(source.config).isfinite().all()
+        assert source.config.rms_norm_eps > 0
+        return source
+    assert "\n" not in refusal
+    return refusal

@@ -1,7 +1,6 @@
 """GGUF files written here from tiny models, read back and run against the originals."""
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -9,85 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.models import TINY_VOCAB, load, reference_greedy, save_tiny
+from helpers.gguf_files import write
+from helpers.models import load, reference_greedy, save_tiny
 from helpers.tiny_scheduler import TinyScheduler
 from kvasir.worker.loader import ModelError
 from kvasir.worker.model.gguf_file import GgufReader
 from kvasir.worker.model.gguf_types import read_tensor
 from kvasir.worker.model.gguf_weights import GgufFile
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
-
-
-def side_by_side(rows: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order: rotary partners next to each other."""
-    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
-    return np.asarray(halves.swapaxes(1, 2).reshape(rows.shape))
-
-
-def write(path: Path, folder: Path, config: Any, extra: dict[str, np.ndarray]) -> None:
-    architecture = config.model_type
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if architecture == "qwen3":
-        writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    alphabet = [chr(0x100 + index) for index in range(TINY_VOCAB)]
-    alphabet[2] = alphabet[0] + alphabet[1]
-    writer.add_token_list(alphabet)
-    writer.add_token_types([1] * TINY_VOCAB)
-    writer.add_token_merges([f"{alphabet[0]} {alphabet[1]}"])
-    writer.add_eos_token_id(2)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        values = tensor.numpy()
-        if architecture == "llama" and ".q_proj." in name:
-            values = side_by_side(values, config.num_attention_heads)
-        if architecture == "llama" and ".k_proj." in name:
-            values = side_by_side(values, config.num_key_value_heads)
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
-    for name, values in extra.items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "qwen3"])
 def test_weights_equal_the_originals(tmp_path: Path, kind: str) -> None:
     reference = save_tiny(kind, tmp_path)
-    write(tmp_path / "tiny.gguf", tmp_path, reference.config, {})
+    write(tmp_path / "tiny.gguf", tmp_path, reference.config)
     file = GgufFile(tmp_path / "tiny.gguf")
     originals = load_file(tmp_path / "model.safetensors")
     assert set(file.shapes()) == set(originals)
@@ -100,7 +33,7 @@ def test_weights_equal_the_originals(tmp_path: Path, kind: str) -> None:
 def test_tokens_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     """GGUF states Llama 3's stretched frequencies as a tensor of divisors."""
     reference = save_tiny(kind, tmp_path)
-    extra = {}
+    extra: dict[str, np.ndarray] = {}
     if kind == "llama3-rope":
         pairs = reference.config.head_dim // 2
         plain = 1.0 / 5000.0 ** (torch.arange(pairs) / pairs)
@@ -141,7 +74,7 @@ def test_values_equal_those_of_the_gguf_package(tmp_path: Path, kind: str) -> No
 def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path: Path) -> None:
     reference = save_tiny("llama", tmp_path)
     path = tmp_path / "tiny.gguf"
-    write(path, tmp_path, reference.config, {})
+    write(path, tmp_path, reference.config)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="not a readable GGUF file"):

@@ -158,6 +158,40 @@ def test_configs_that_the_decoder_cannot_serve(
     assert said in refusal(f"file://{folder}")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.2.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.v_proj.bias",
+        "model.layers.1.mlp.down_proj.weight",
+        "lm_head.weight",
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int4")],
+)
+def test_a_weight_that_is_no_number_is_refused_by_its_name(
+    folder: Path, name: str, dtype: str, quantization: str
+) -> None:
+    for wrong in (torch.nan, -torch.inf):
+        tensor = load_file(folder / "model.safetensors")[name]
+        tensor.view(-1)[-1] = wrong
+        edit_weights(folder, **{name: tensor})
+        said = refusal(f"file://{folder}", dtype=dtype, quantization=quantization)
+        assert said.startswith(f"model: {name} holds values that are not finite in torch.")
+        assert said.endswith("; use a checkpoint that is not damaged")
+
+
+def test_a_weight_beyond_what_its_dtype_holds_is_refused(folder: Path) -> None:
+    edit_weights(folder, lm_head__weight=torch.full((160, 48), 3.4e38))
+    load(f"file://{folder}")
+    said = refusal(f"file://{folder}", dtype="bfloat16")
+    assert "lm_head.weight holds values that are not finite in torch.bfloat16" in said
+
+
 def test_broken_folders(folder: Path) -> None:
     url = f"file://{folder}"
     edit_weights(folder, lm_head__weight=None)

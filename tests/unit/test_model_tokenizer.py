@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from helpers.models import BUNDLED_FILE, bundled_folder, save_tiny
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fields import Fields
 from kvasir.worker.model.tokenizer_files import from_folder, from_gguf
 
 TEXTS = (
@@ -54,7 +55,7 @@ def reference() -> Any:
 
 
 def test_tokens_equal_those_of_transformers(metadata: dict[str, Any], reference: Any) -> None:
-    ours = Tokenizer.from_buffer(from_gguf(metadata)["tokenizer.json"])
+    ours = Tokenizer.from_buffer(from_gguf(Fields(metadata, "x.gguf"))["tokenizer.json"])
     for text in TEXTS:
         expected = reference(text).input_ids
         assert ours.encode(text).ids == expected, text
@@ -65,7 +66,7 @@ def test_digits_are_cut_off_first_as_the_model_was_trained(
     metadata: dict[str, Any], reference: Any
 ) -> None:
     """transformers ignores ``tokenizer.ggml.pre``; given smollm's rule it agrees here too."""
-    ours = Tokenizer.from_buffer(from_gguf(metadata)["tokenizer.json"])
+    ours = Tokenizer.from_buffer(from_gguf(Fields(metadata, "x.gguf"))["tokenizer.json"])
     plain = Tokenizer.from_str(reference.backend_tokenizer.to_str())
     for text in DIGIT_TEXTS:
         assert ours.encode(text).ids != plain.encode(text).ids, text
@@ -80,7 +81,7 @@ def test_digits_are_cut_off_first_as_the_model_was_trained(
 
 
 def test_special_tokens_and_template(metadata: dict[str, Any], reference: Any) -> None:
-    files = from_gguf(metadata)
+    files = from_gguf(Fields(metadata, "x.gguf"))
     ours = Tokenizer.from_buffer(files["tokenizer.json"])
     assert json.loads(files["tokenizer_config.json"]) == {
         "bos_token": "<|im_start|>",
@@ -95,7 +96,7 @@ def test_special_tokens_and_template(metadata: dict[str, Any], reference: Any) -
 
 
 def test_bos_comes_once(metadata: dict[str, Any]) -> None:
-    files = from_gguf({**metadata, "tokenizer.ggml.add_bos_token": True})
+    files = from_gguf(Fields({**metadata, "tokenizer.ggml.add_bos_token": True}, "x.gguf"))
     ours = Tokenizer.from_buffer(files["tokenizer.json"])
     assert json.loads(files["tokenizer_config.json"])["add_bos_token"] is True
     assert ours.encode("hello").ids[:1] == [1]
@@ -110,7 +111,7 @@ def test_other_byte_level_families(metadata: dict[str, Any], pre: str, digits: s
     merges: Any = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     theirs = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges).backend_tokenizer
     ours = Tokenizer.from_buffer(
-        from_gguf({**metadata, "tokenizer.ggml.pre": pre})["tokenizer.json"]
+        from_gguf(Fields({**metadata, "tokenizer.ggml.pre": pre}, "x.gguf"))["tokenizer.json"]
     )
     description = json.loads(theirs.to_str())["pre_tokenizer"]
     pattern = description["pretokenizers"][0]["pattern"]
@@ -127,7 +128,7 @@ def test_other_byte_level_families(metadata: dict[str, Any], pre: str, digits: s
 def test_unknown_tokenizers_are_refused(metadata: dict[str, Any]) -> None:
     for changes in ({"tokenizer.ggml.pre": "other"}, {"tokenizer.ggml.model": "llama"}):
         with pytest.raises(ModelError, match="is not supported; use one of gpt2 with"):
-            from_gguf({**metadata, **changes})
+            from_gguf(Fields({**metadata, **changes}, "x.gguf"))
 
 
 def test_a_folders_files_pass_through(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvasir.worker.model.config import ModelConfig, from_hf
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fields import read_bytes
 from kvasir.worker.model.source import ModelSource, locate
 
 SHARD_BYTES = 2 << 30
@@ -77,25 +78,16 @@ def _describe(folder: Path, path: Path, source: ModelSource) -> dict[str, Any]:
     if path.is_dir():
         for file in path.iterdir():
             if file.is_file() and file.suffix in _DESCRIPTIVE and _INDEX not in file.name:
-                content = _read(file)
+                content = read_bytes(file)
                 with _writing():
                     (folder / file.name).write_bytes(content)
-        config: dict[str, Any] = json.loads(_read(path / "config.json"))
+        config: dict[str, Any] = json.loads(read_bytes(path / "config.json"))
         config.pop("torch_dtype", None)
         return config
     for name, content in source.tokenizer_files.items():
         with _writing():
             (folder / name).write_bytes(content)
     return _config_json(source.config, source.eos_token_ids)
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ModelError(
-            "model", f"{file} cannot be read ({error.strerror})", "make it readable, or remove it"
-        ) from error
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -27,7 +27,7 @@ from kvasir.worker.model.reader import (
     UP,
 )
 from kvasir.worker.model.rope import rotate, rotation_tables
-from kvasir.worker.model.weights import EMBEDDING, WeightSource, expected_shapes, layer_name
+from kvasir.worker.model.weights import EMBEDDING, WeightSource, expected_shapes, finite, layer_name
 
 _DAMAGED = "use a checkpoint that is not damaged"
 
@@ -154,10 +154,7 @@ class Calibration:
 
     def _read(self, name: str) -> Tensor:
         """float32, all finite."""
-        values = self._source.read(name).float()
-        if not values.isfinite().all():
-            raise ModelError("model", f"{name} holds values that are not finite", _DAMAGED)
-        return values
+        return finite(self._source.read(name).float(), name)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fields import Fields
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_MOST_LAYERS = 10_000
+"""More are a damaged config: to list their tensors would take more than this memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,110 +73,87 @@ class ModelConfig:
                 f"head_dim {self.head_dim} cannot be rotated in pairs",
                 "check the model's config",
             )
+        if self.rope_divisors is not None and not all(each > 0 for each in self.rope_divisors):
+            raise ModelError("model", "a rotary divisor is not above 0", "check the model's file")
+        if self.num_layers > _MOST_LAYERS:
+            raise ModelError(
+                "model",
+                f"{self.num_layers} layers are more than {_MOST_LAYERS}",
+                "check the model's config",
+            )
 
 
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Read a ``config.json`` in the layout of Hugging Face, of any transformers version."""
-    model_type = str(raw.get("model_type"))
+    fields = Fields(raw, "config.json")
+    model_type = fields.text("model_type")
     if model_type not in MODEL_TYPES:
         raise ModelError(
             "config.json",
             f"model_type {model_type!r} is not supported",
             f"use one of {', '.join(MODEL_TYPES)}",
         )
-    hidden_act = raw.get("hidden_act", "silu")
-    if hidden_act != "silu":
-        raise _unsupported("hidden_act", hidden_act, "silu")
-    num_heads = _count(raw, "num_attention_heads")
-    hidden_size = _count(raw, "hidden_size")
-    theta, scaling = _rope(raw)
-    attention_bias = bool(raw.get("attention_bias", False))
+    if fields.text("hidden_act") not in (None, "silu"):
+        raise fields.unsupported("hidden_act", "silu")
+    num_heads = fields.count("num_attention_heads")
+    hidden_size = fields.count("hidden_size")
+    theta, scaling = _rope(fields)
+    attention_bias = fields.flag("attention_bias")
     return ModelConfig(
         model_type=model_type,
-        vocab_size=_count(raw, "vocab_size"),
+        vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_count(raw, "intermediate_size"),
-        num_layers=_count(raw, "num_hidden_layers"),
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=fields.count("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_count(raw, "num_key_value_heads", num_heads),
-        head_dim=_count(raw, "head_dim", hidden_size // num_heads),
-        context=_context(raw, model_type),
-        rms_norm_eps=_real(raw, "rms_norm_eps", 1e-6),
+        num_kv_heads=fields.count("num_key_value_heads", num_heads),
+        head_dim=fields.count("head_dim", hidden_size // num_heads, least=0),
+        context=_context(fields, model_type),
+        rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
         rope_theta=theta,
         llama3_scaling=scaling,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=model_type == "qwen2" or attention_bias,
         output_bias=model_type in ("llama", "qwen3") and attention_bias,
-        mlp_bias=model_type == "llama" and bool(raw.get("mlp_bias", False)),
+        mlp_bias=model_type == "llama" and fields.flag("mlp_bias"),
         qk_norm=model_type == "qwen3",
     )
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
+def _rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
     """Base and scaling; newer configs keep both under ``rope_parameters``."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    rotary = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if rotary != 1.0:
-        raise _unsupported("partial_rotary_factor", rotary, "1.0")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
+    newer = fields.section("rope_parameters")
+    rope = newer if newer.raw else fields.section("rope_scaling")
+    theta = rope.real("rope_theta", fields.real("rope_theta", 10000.0, least=1.0), least=1.0)
+    for place in (rope, fields):
+        if place.real("partial_rotary_factor", 1.0) != 1.0:
+            raise place.unsupported("partial_rotary_factor", "1.0")
+    key = "type" if rope.raw.get("rope_type") is None else "rope_type"
+    kind = rope.text(key)
+    if kind in (None, "default"):
         return theta, None
     if kind != "llama3":
-        raise _unsupported("rope_type", kind, "default or llama3")
-    original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
-    if original is None:
-        raise _missing("original_max_position_embeddings")
-    return theta, Llama3Scaling(
-        factor=_real(rope, "factor"),
-        low_freq_factor=_real(rope, "low_freq_factor"),
-        high_freq_factor=_real(rope, "high_freq_factor"),
-        original_context=int(original),
+        raise rope.unsupported(key, "default or llama3")
+    scaling = Llama3Scaling(
+        factor=rope.real("factor", least=1.0),
+        low_freq_factor=rope.real("low_freq_factor"),
+        high_freq_factor=rope.real("high_freq_factor"),
+        original_context=rope.count(
+            "original_max_position_embeddings", fields.count("max_position_embeddings")
+        ),
     )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise rope.unsupported("high_freq_factor", "above its low_freq_factor")
+    return theta, scaling
 
 
-def _context(raw: Mapping[str, Any], model_type: str) -> int:
+def _context(fields: Fields, model_type: str) -> int:
     """Positions the decoder serves exactly.
 
     Within a sliding window full attention is the same thing; beyond it, it is not, so the
-    window bounds the context.
+    window bounds the context. A window of 0 is none.
     """
-    context = _count(raw, "max_position_embeddings")
-    windowed = model_type == "mistral" or bool(raw.get("use_sliding_window", False))
-    return min(context, _count(raw, "sliding_window", context)) if windowed else context
-
-
-def _required(raw: Mapping[str, Any], key: str) -> Any:
-    if raw.get(key) is None:
-        raise _missing(key)
-    return raw[key]
-
-
-def _count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number above 0; ``default``, if given, stands for null and 0 too."""
-    value = _required(raw, key) if default is None else raw.get(key) or default
-    try:
-        count = int(value)
-    except (TypeError, ValueError, OverflowError):
-        count = 0
-    if count < 1:
-        raise _unsupported(key, value, "that is a whole number above 0")
-    return count
-
-
-def _real(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = _required(raw, key) if default is None else raw.get(key, default)
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise _unsupported(key, value, "that is a number") from error
-
-
-def _missing(key: str) -> ModelError:
-    return ModelError("config.json", f"{key} is missing", "use the model's complete config.json")
-
-
-def _unsupported(key: str, value: object, supported: str) -> ModelError:
-    return ModelError(
-        "config.json", f"{key} {value!r} is not supported", f"use a model with {key} {supported}"
-    )
+    context = fields.count("max_position_embeddings")
+    if model_type != "mistral" and not fields.flag("use_sliding_window"):
+        return context
+    return min(context, fields.count("sliding_window", 0, least=0) or context)

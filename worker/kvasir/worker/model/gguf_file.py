@@ -51,7 +51,7 @@ class GgufReader:
                 raise GgufError("it is empty") from error
         try:
             self._read()
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, UnicodeDecodeError, RecursionError) as error:
             raise GgufError(f"its header is torn ({error})") from error
 
     def bytes_at(self, tensor: TensorInfo, size: int) -> np.ndarray:

@@ -14,10 +14,11 @@ import torch
 
 from kvasir.worker.model.config import MODEL_TYPES, ModelConfig
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fields import Fields
 from kvasir.worker.model.fingerprint import Span, WeightFile
 from kvasir.worker.model.gguf_file import GgufError, GgufReader
 from kvasir.worker.model.gguf_types import UnsupportedTypeError, read_tensor, stored_size
-from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
+from kvasir.worker.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, finite, layer_name
 
 _GLOBAL_NAMES = {
     "token_embd.weight": EMBEDDING,
@@ -94,47 +95,35 @@ class GgufFile:
 
     def _config(self) -> ModelConfig:
         architecture = self.metadata.get("general.architecture")
-        if architecture not in MODEL_TYPES or self._get(architecture, "expert_count", 0):
+        if architecture not in MODEL_TYPES or self.metadata.get(f"{architecture}.expert_count"):
             raise ModelError(
                 "model",
                 f"{self.path.name} has the unsupported architecture {architecture!r}",
                 f"use a dense model of type {', '.join(MODEL_TYPES)}",
             )
-        scaling = self._get(architecture, "rope.scaling.type", "none")
-        if scaling != "none":
-            raise ModelError(
-                "model",
-                f"{self.path.name} has the unsupported rope scaling {scaling!r}",
-                "use a model without it",
-            )
-        embedding = self._tensors.get("token_embd.weight")
-        if embedding is None:
-            raise ModelError(
-                "model", f"{self.path.name} has no token embedding", "use a complete GGUF file"
-            )
-        hidden = self._need(architecture, "embedding_length")
-        heads = self._need(architecture, "attention.head_count")
-        head_dim = self._get(architecture, "attention.key_length") or self._get(
-            architecture, "rope.dimension_count"
-        )
-        context = self._need(architecture, "context_length")
-        divisors = self._tensors.get(_ROPE_DIVISORS)
+        fields = _fields_of(architecture, self.metadata, self.path.name)
+        if fields.text("rope.scaling.type") not in (None, "none"):
+            raise fields.unsupported("rope.scaling.type", "none")
+        hidden = fields.count("embedding_length")
+        heads = fields.count("attention.head_count")
+        rotated = fields.count("rope.dimension_count", hidden // heads, least=0)
+        head_dim = fields.count("attention.key_length", rotated, least=0)
+        context = fields.count("context_length")
+        window = fields.count("attention.sliding_window", 0, least=0)
         first_layer = {name.removeprefix("blk.0.") for name in self._tensors}
         return ModelConfig(
             model_type=architecture,
-            vocab_size=embedding.shape[0],
+            vocab_size=self._vocabulary(),
             hidden_size=hidden,
-            intermediate_size=self._need(architecture, "feed_forward_length"),
-            num_layers=self._need(architecture, "block_count"),
+            intermediate_size=fields.count("feed_forward_length"),
+            num_layers=fields.count("block_count"),
             num_heads=heads,
-            num_kv_heads=self._get(architecture, "attention.head_count_kv", heads),
-            head_dim=head_dim or hidden // heads,
-            context=min(context, self._get(architecture, "attention.sliding_window") or context),
-            rms_norm_eps=self._need(architecture, "attention.layer_norm_rms_epsilon"),
-            rope_theta=self._get(architecture, "rope.freq_base", 10000.0),
-            rope_divisors=None
-            if divisors is None
-            else tuple(read_tensor(self._reader, divisors).tolist()),
+            num_kv_heads=fields.count("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            context=min(context, window or context),
+            rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
+            rope_theta=fields.real("rope.freq_base", 10000.0, least=1.0),
+            rope_divisors=self._rope_divisors(head_dim),
             tied_embeddings="output.weight" not in self._tensors,
             qkv_bias="attn_q.bias" in first_layer,
             output_bias="attn_output.bias" in first_layer,
@@ -142,18 +131,36 @@ class GgufFile:
             qk_norm="attn_q_norm.weight" in first_layer,
         )
 
-    def _get(self, architecture: str, key: str, default: Any = None) -> Any:
-        return self.metadata.get(f"{architecture}.{key}", default)
+    def _vocabulary(self) -> int:
+        """How many tokens the embedding has."""
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None or not embedding.shape[0]:
+            raise ModelError(
+                "model", f"{self.path.name} has no token embedding", "use a complete GGUF file"
+            )
+        return embedding.shape[0]
 
-    def _need(self, architecture: str, key: str) -> Any:
-        value = self._get(architecture, key)
-        if value is None:
+    def _rope_divisors(self, head_dim: int) -> tuple[float, ...] | None:
+        tensor = self._tensors.get(_ROPE_DIVISORS)
+        if tensor is None:
+            return None
+        if tensor.shape != (head_dim // 2,):
             raise ModelError(
                 "model",
-                f"{self.path.name} lacks the metadata key {architecture}.{key}",
-                "use a complete GGUF file",
+                f"tensor {tensor.name} of {self.path.name} has shape {list(tensor.shape)}, its "
+                f"config means [{head_dim // 2}]",
+                "use a checkpoint whose config matches its weights",
             )
-        return value
+        return tuple(finite(self._dequantized(tensor.name), tensor.name).tolist())
+
+
+def _fields_of(architecture: str, metadata: Mapping[str, Any], file: str) -> Fields:
+    """The metadata under the architecture's name, by what comes after that."""
+    place = f"{architecture}."
+    own = {
+        key.removeprefix(place): value for key, value in metadata.items() if key.startswith(place)
+    }
+    return Fields(own, file, place)
 
 
 def _hf_name(gguf_name: str) -> str | None:

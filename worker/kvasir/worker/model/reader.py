@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvasir.worker.model.config import ModelConfig
-from kvasir.worker.model.weights import WeightSource, expected_shapes, layer_name
+from kvasir.worker.model.weights import WeightSource, expected_shapes, finite, layer_name
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT = "self_attn.o_proj"
@@ -27,7 +27,10 @@ def weight_names(layer: int, *parts: str) -> str:
 
 
 class WeightReader:
-    """Tensors in the wanted dtype on the wanted device; ``progress`` hears of each layer."""
+    """Tensors in the wanted dtype on the wanted device; ``progress`` hears of each layer.
+
+    ModelError of a tensor with values that are not finite: what it computes would be noise.
+    """
 
     def __init__(
         self,
@@ -46,13 +49,11 @@ class WeightReader:
         self._count = 0
 
     def matrix(self, name: str) -> Tensor:
-        self._count += 1
-        return self._source.read(name).to(self.device, self._dtype).contiguous()
+        return self._read(name, self._dtype).contiguous()
 
     def norm(self, name: str) -> Tensor:
         """Norms are float32, whatever the dtype."""
-        self._count += 1
-        return self._source.read(name).to(self.device, torch.float32)
+        return self._read(name, torch.float32)
 
     def layer_norm(self, layer: int, part: str) -> Tensor:
         return self.norm(layer_name(layer, f"{part}.weight"))
@@ -73,3 +74,7 @@ class WeightReader:
     def done(self) -> None:
         """Tell how far the reading is."""
         self.progress(f"reading weights {self._count} of {len(self._names)}")
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        self._count += 1
+        return finite(self._source.read(name).to(self.device, dtype), name)

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fields import read_bytes
 from kvasir.worker.model.fingerprint import Span, WeightFile
 
 _SINGLE = "model.safetensors"
@@ -33,8 +34,13 @@ class SafetensorsWeights:
 
     def read(self, name: str) -> torch.Tensor:
         file = self._file_of[name]
-        with safe_open(file, framework="pt") as reader:
-            tensor: torch.Tensor = reader.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt") as reader:
+                tensor: torch.Tensor = reader.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                str(file), f"tensor {name} cannot be read ({error})", "download it again"
+            ) from error
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelError(
                 file.name,
@@ -81,9 +87,9 @@ def _files(folder: Path) -> list[Path]:
         )
     try:
         names = sorted(
-            {Path(name).name for name in json.loads(index.read_text())["weight_map"].values()}
+            {Path(name).name for name in json.loads(read_bytes(index))["weight_map"].values()}
         )
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(
             str(index), f"not a readable shard index ({error!r})", "download it again"
         ) from error

@@ -4,17 +4,16 @@ bundled://NAME   a model that comes in a Python package of the ``local`` extra
 file:///PATH     a .gguf file, or a folder in Hugging Face layout
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvasir.worker.model import tokenizer_files
 from kvasir.worker.model.config import ModelConfig, from_hf
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fields import Fields, read_object
 from kvasir.worker.model.fingerprint import fingerprint
 from kvasir.worker.model.gguf_weights import GgufFile
 from kvasir.worker.model.safetensors_weights import SafetensorsWeights
@@ -50,19 +49,14 @@ class ModelSource:
 
 def open_source(url: str) -> ModelSource:
     """Read everything but the weights; a ModelError says what is wrong with ``url``."""
-    path = locate(url)
-    if path.is_dir():
-        source = _open_folder(path)
-    elif path.suffix == ".gguf":
-        source = _open_gguf(path)
-    else:
+    try:
+        return _open(locate(url))
+    except OSError as error:
         raise ModelError(
             "model",
-            f"{path} is neither a .gguf file nor a folder",
-            "give a .gguf file, or a folder with config.json and safetensors files",
-        )
-    _check_ends(source)
-    return source
+            f"{error.filename or url} cannot be read ({error.strerror or error})",
+            "make it readable",
+        ) from error
 
 
 def locate(url: str) -> Path:
@@ -88,6 +82,21 @@ def named_as(source: str, url: str, message: str) -> str:
     return message.replace(str(Path(unquote(parts.path))), source.rstrip("/"))
 
 
+def _open(path: Path) -> ModelSource:
+    if path.is_dir():
+        source = _open_folder(path)
+    elif path.suffix == ".gguf":
+        source = _open_gguf(path)
+    else:
+        raise ModelError(
+            "model",
+            f"{path} is neither a .gguf file nor a folder",
+            "give a .gguf file, or a folder with config.json and safetensors files",
+        )
+    _check_ends(source)
+    return source
+
+
 def _locate_bundled(name: str) -> Path:
     if name not in BUNDLED:
         raise ModelError(
@@ -108,13 +117,17 @@ def _locate_bundled(name: str) -> Path:
 
 def _open_gguf(path: Path) -> ModelSource:
     gguf = GgufFile(path)
-    end = gguf.metadata.get("tokenizer.ggml.eos_token_id")
-    turn_end = gguf.metadata.get("tokenizer.ggml.eot_token_id")
+    fields = Fields(gguf.metadata, path.name)
+    ends = {
+        token
+        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        for token in fields.whole_numbers(key)
+    }
     return ModelSource(
         config=gguf.config,
         weights=gguf,
-        eos_token_ids=frozenset(int(token) for token in (end, turn_end) if token is not None),
-        tokenizer_files=tokenizer_files.from_gguf(gguf.metadata),
+        eos_token_ids=frozenset(ends),
+        tokenizer_files=tokenizer_files.from_gguf(fields),
         fingerprint=fingerprint(gguf.config, [gguf.file]),
     )
 
@@ -127,30 +140,20 @@ def _open_folder(folder: Path) -> ModelSource:
             f"{folder} has no config.json",
             "give a .gguf file, or a folder with config.json and safetensors files",
         )
-    raw = _read_json(path)
+    raw = read_object(path)
     config = from_hf(raw)
     weights = SafetensorsWeights(folder)
+    ends = {*Fields(raw, path.name).whole_numbers("eos_token_id")}
     generation = folder / "generation_config.json"
-    ends = _token_ids(raw.get("eos_token_id"))
     if generation.is_file():
-        ends |= _token_ids(_read_json(generation).get("eos_token_id"))
+        ends |= {*Fields(read_object(generation), generation.name).whole_numbers("eos_token_id")}
     return ModelSource(
         config=config,
         weights=weights,
-        eos_token_ids=ends,
+        eos_token_ids=frozenset(ends),
         tokenizer_files=tokenizer_files.from_folder(folder),
         fingerprint=fingerprint(config, weights.files),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(str(path), f"not valid JSON ({error})", "download it again") from error
-    if not isinstance(raw, dict):
-        raise ModelError(str(path), "not a JSON object", "download it again")
-    return raw
 
 
 def _check_ends(source: ModelSource) -> None:
@@ -163,9 +166,3 @@ def _check_ends(source: ModelSource) -> None:
                 f"end token {token} is not among its {vocab_size} tokens",
                 "correct eos_token_id in the model's configuration",
             )
-
-
-def _token_ids(value: int | list[int] | None) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)

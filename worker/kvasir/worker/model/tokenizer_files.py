@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvasir.worker.model.errors import ModelError
+from kvasir.worker.model.fields import Fields, read_bytes, read_object, read_text
 
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
@@ -61,62 +62,61 @@ def from_folder(folder: Path) -> dict[str, bytes]:
         raise ModelError(
             str(folder), f"has no {TOKENIZER}", "save the model with its fast tokenizer"
         )
-    data = path.read_bytes()
+    data = read_bytes(path)
     tokenizer = _checked(data, str(path))
-    raw = _read_config(folder / CONFIG)
-    config = {**raw, "bos_token": _text(raw, "bos_token"), "eos_token": _text(raw, "eos_token")}
+    described = folder / CONFIG
+    fields = Fields(read_object(described) if described.is_file() else {}, CONFIG)
+    bos, eos = _special(fields, "bos_token"), _special(fields, "eos_token")
     first = tokenizer.encode("").ids[:1]
-    bos = config["bos_token"]
-    config["add_bos_token"] = bos is not None and first == [tokenizer.token_to_id(bos)]
-    files = {TOKENIZER: data, CONFIG: json.dumps(config).encode()}
-    template = _folder_template(folder, raw)
-    if template is not None:
-        files[TEMPLATE] = template
-    return files
+    adds_bos = bos is not None and first == [tokenizer.token_to_id(bos)]
+    config = {**fields.raw, "bos_token": bos, "eos_token": eos, "add_bos_token": adds_bos}
+    return _files(data, config, _folder_template(folder, fields))
 
 
-def from_gguf(value: Mapping[str, Any]) -> dict[str, bytes]:
+def from_gguf(fields: Fields) -> dict[str, bytes]:
     """The tokenizer files that GGUF metadata (``tokenizer.*`` keys) describes."""
-    kind, pre = value.get("tokenizer.ggml.model"), value.get("tokenizer.ggml.pre")
+    kind, pre = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise ModelError(
             "model",
             f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported",
             f"use one of gpt2 with {', '.join(_PRE_TOKENIZERS)}, or a Hugging Face folder",
         )
-    tokens: Sequence[str] = value["tokenizer.ggml.tokens"]
-    bos = _token_at(tokens, value.get("tokenizer.ggml.bos_token_id"))
-    add_bos = bool(value.get("tokenizer.ggml.add_bos_token", False)) and bos is not None
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    bos = _token_at(tokens, fields, "bos")
+    add_bos = fields.flag("tokenizer.ggml.add_bos_token") and bos is not None
     config = {
         "bos_token": bos,
-        "eos_token": _token_at(tokens, value.get("tokenizer.ggml.eos_token_id")),
-        "pad_token": _token_at(tokens, value.get("tokenizer.ggml.padding_token_id")),
+        "eos_token": _token_at(tokens, fields, "eos"),
+        "pad_token": _token_at(tokens, fields, "padding"),
         "add_bos_token": add_bos,
     }
-    tokenizer = _tokenizer_json(value, pre, bos if add_bos else None)
+    tokenizer = _tokenizer_json(fields, tokens, pre, bos if add_bos else None)
     data = json.dumps(tokenizer, ensure_ascii=False).encode()
-    _checked(data, TOKENIZER)
-    files = {TOKENIZER: data, CONFIG: json.dumps(config).encode()}
-    template = value.get("tokenizer.chat_template")
-    if template:
-        files[TEMPLATE] = template.encode()
-    return files
+    _checked(data, fields.file)
+    return _files(data, config, fields.text("tokenizer.chat_template") or None)
 
 
-def _tokenizer_json(value: Mapping[str, Any], pre: str, bos: str | None) -> dict[str, Any]:
-    tokens: Sequence[str] = value["tokenizer.ggml.tokens"]
-    kinds: Sequence[int] = value.get("tokenizer.ggml.token_type", [])
+def _files(tokenizer: bytes, config: Mapping[str, Any], template: str | None) -> dict[str, bytes]:
+    files = {TOKENIZER: tokenizer, CONFIG: json.dumps(config).encode()}
+    return files if template is None else {**files, TEMPLATE: template.encode()}
+
+
+def _tokenizer_json(
+    fields: Fields, tokens: Sequence[str], pre: str, bos: str | None
+) -> dict[str, Any]:
+    kinds = fields.whole_numbers("tokenizer.ggml.token_type")
     added = [
         {
             "id": index,
-            "content": tokens[index],
+            "content": token,
             "single_word": False,
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
             "special": kind == _CONTROL,
         }
-        for index, kind in enumerate(kinds)
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind in (_CONTROL, _USER_DEFINED)
     ]
     return {
@@ -138,7 +138,7 @@ def _tokenizer_json(value: Mapping[str, Any], pre: str, bos: str | None) -> dict
             "byte_fallback": False,
             "ignore_merges": pre == "llama-bpe",
             "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in value["tokenizer.ggml.merges"]],
+            "merges": [merge.split(" ") for merge in fields.texts("tokenizer.ggml.merges")],
         },
     }
 
@@ -156,8 +156,10 @@ def _prepend(bos: str, bos_id: int) -> dict[str, Any]:
     }
 
 
-def _token_at(tokens: Sequence[str], index: int | None) -> str | None:
-    return tokens[index] if index is not None and index < len(tokens) else None
+def _token_at(tokens: Sequence[str], fields: Fields, name: str) -> str | None:
+    """The text of the special token of this name; None if there is none."""
+    found = fields.whole_numbers(f"tokenizer.ggml.{name}_token_id")
+    return next((tokens[index] for index in found if 0 <= index < len(tokens)), None)
 
 
 def _checked(data: bytes, name: str) -> Tokenizer:
@@ -169,30 +171,20 @@ def _checked(data: bytes, name: str) -> Tokenizer:
         ) from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(str(path), f"not valid JSON ({error})", "download it again") from error
-    if not isinstance(raw, dict):
-        raise ModelError(str(path), "not a JSON object", "download it again")
-    return raw
-
-
-def _text(raw: Mapping[str, Any], key: str) -> str | None:
+def _special(fields: Fields, key: str) -> str | None:
     """A special token's text; older configs wrap it in an object."""
-    token = raw.get(key)
-    return token.get("content") if isinstance(token, dict) else token
+    if isinstance(fields.raw.get(key), dict):
+        return fields.section(key).text("content")
+    return fields.text(key)
 
 
-def _folder_template(folder: Path, raw: Mapping[str, Any]) -> bytes | None:
+def _folder_template(folder: Path, fields: Fields) -> str | None:
     path = folder / TEMPLATE
     if path.is_file():
-        return path.read_bytes()
-    template = raw.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return None if template is None else str(template).encode()
+        return read_text(path)
+    templates = fields.raw.get("chat_template")
+    if not isinstance(templates, list):
+        return fields.text("chat_template")
+    named = (entry for entry in templates if isinstance(entry, dict))
+    default = next((entry for entry in named if entry.get("name") == "default"), {})
+    return Fields(default, CONFIG, "chat_template.").text("template")
