@@ -10,12 +10,16 @@ from click.testing import CliRunner
 from kvasir.bench.cli import bench
 
 
+def no_number(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
 def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     """The JSON report of a bench command."""
     report = tmp_path / "report.json"
     result = CliRunner().invoke(bench, [*arguments, "--json", str(report)])
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(report.read_text())
+    found: dict[str, Any] = json.loads(report.read_text(), parse_constant=no_number)
     assert found["machine"]["cores"] >= 1
     return found
 
@@ -50,6 +54,7 @@ def test_prefix(tmp_path: Path) -> None:
     report = run(tmp_path, "prefix", *small)
     rates = [gain["hit_rate"]["median"] for gain in report["gains"]]
     assert rates == [0.0, 0.25, 0.5, 0.75, 0.75], "whole blocks of 16 tokens"
+    assert [gain["blocks"] for gain in report["gains"]] == [0, 1, 2, 3, 3]
 
 
 @pytest.mark.timeout(300)
@@ -60,6 +65,9 @@ def test_disaggregation_moves_kv_only_between_two_pools(tmp_path: Path) -> None:
     assert moved["two pools"] > 0
     assert moved["one pool, two workers"] == moved["one pool, one worker"] == 0
     assert all(figure["failed"] == 0 for figure in report["figures"])
+    settings = report["settings"]
+    assert settings["dtype"] in ("bfloat16", "float32"), "what auto has come to"
+    assert settings["threads"] == "2 in total"
 
 
 @pytest.mark.timeout(300)

@@ -39,7 +39,7 @@ class Server:
         body = await request.json()
         self.bodies.append(body)
         failure = self.failures.get(len(self.bodies) - 1)
-        if failure in ("429", "500"):
+        if failure in ("404", "429", "500"):
             return web.json_response({"error": {"message": "told to"}}, status=int(failure))
         response = web.StreamResponse(headers={"x-kvasir-decode-worker": "decode-0"})
         response.content_type = "text/event-stream"
@@ -301,8 +301,50 @@ async def test_questions_go_to_the_chat_api(tmp_path: Path) -> None:
 )
 async def test_contradictions_are_refused(arguments: tuple[str, ...], message: str) -> None:
     result = await run(Server(), *arguments)
-    assert result.exit_code != 0
+    assert result.exit_code == 2
     assert message in result.output
+
+
+async def test_a_file_is_refused_whether_or_not_a_server_runs(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "Why?", "answer": "So."}\n{"question": "Why not?"}\n')
+    offline = ("serve", "--url", "http://127.0.0.1:1")
+    for option, file, why in (
+        ("--prompts", questions, "questions.jsonl:2: answer is missing"),
+        ("--trace", questions, "questions.jsonl:1: timestamp, input_length"),
+    ):
+        invoked = await asyncio.to_thread(CliRunner().invoke, bench, [*offline, option, str(file)])
+        assert invoked.exit_code == 2
+        assert f"Invalid value for {option}: " in invoked.output
+        assert why in " ".join(invoked.output.split())
+    questions.write_text('{"question": "Why?", "answer": "So."}\n')
+    shots = ("--prompts", str(questions), "--shots", "1")
+    invoked = await asyncio.to_thread(CliRunner().invoke, bench, [*offline, *shots])
+    assert invoked.exit_code == 2
+    assert "Invalid value for --shots: 1 worked examples leave no question of 1" in invoked.output
+
+
+async def test_a_model_that_is_not_served_is_told_with_those_that_are() -> None:
+    server = Server()
+    server.failures = {0: "404"}
+    result = await run(server, "--model", "another")
+    assert result.exit_code == 2
+    assert "Invalid value for --model: " in result.output
+    assert "does not serve another, but tiny" in result.output
+
+
+async def test_a_vocabulary_without_ordinary_tokens_is_refused() -> None:
+    result = await run(Server(), "--vocab-size", "1000")
+    assert result.exit_code == 2
+    assert "Invalid value for --vocab-size: a vocabulary of 1000 tokens" in result.output
+
+
+async def test_rows_that_are_all_too_long_are_the_bound_s_fault(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,100,9\n")
+    result = await run(Server(), "--trace", str(trace), "--max-total", "50")
+    assert result.exit_code == 2
+    assert "Invalid value for --max-total: all 1 requests of " in result.output
 
 
 async def test_a_server_that_is_not_there_is_one_clear_line() -> None:
@@ -358,5 +400,5 @@ async def test_a_server_that_takes_no_token_ids_is_told_apart() -> None:
     server = Server()
     server.takes_token_ids = False
     result = await run(server)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "does not take token-id prompts" in result.output

@@ -139,5 +139,12 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("a,b\n1,2\n")
     result = CliRunner().invoke(bench, ["kv", "--trace", str(trace)])
-    assert result.exit_code == 1
-    assert "trace.csv" in result.output
+    assert result.exit_code == 2
+    told = " ".join(result.output.split())
+    assert "Invalid value for --trace: " in told
+    assert "trace.csv:1: expected the columns TIMESTAMP,ContextTokens,GeneratedTokens" in told
+
+
+def test_a_pool_in_which_no_one_waits_is_refused_by_the_command(tmp_path: Path) -> None:
+    told = refused(tmp_path, "40,5 50,5")
+    assert "--requests: none of 2 requests ever waited for memory; ask for more" in told

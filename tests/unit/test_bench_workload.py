@@ -132,13 +132,37 @@ def test_more_shots_than_questions_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
-    ["{", '{"question": "Why?"}', '["a"]', '{"question": 1, "answer": "b"}'],
+    ("bad", "why"),
+    [
+        ("{", "not JSON"),
+        ('{"question": "Why?"}', "answer is missing; each line is a JSON object with question, "),
+        ('{"prompt": "Why?"}', "question, answer is missing"),
+        ('["a"]', "not a JSON object"),
+        ('{"question": 1, "answer": "b"}', "question must be text, not 1"),
+        ('{"question": "Why?", "answer": ""}', 'answer must be text, not ""'),
+    ],
 )
-def test_a_bad_question_line_is_named(tmp_path: Path, bad: str) -> None:
+def test_a_bad_question_line_is_named(tmp_path: Path, bad: str, why: str) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"question": "Why?", "answer": "So."}\n\n' + bad + "\n")
-    with pytest.raises(WorkloadError, match=r"questions\.jsonl:3: "):
+    with pytest.raises(WorkloadError, match=rf"questions\.jsonl:3: {why}"):
+        read_questions(path)
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    """JSON may hold the line separator of Unicode as it is."""
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question": "a\u2028b", "answer": "c"}\r\n', encoding="utf-8")
+    assert read_questions(path) == [Question("a\u2028b", "c")]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(WorkloadError, match="not UTF-8 text"):
+        read_trace(path)
+    with pytest.raises(WorkloadError, match="not UTF-8 text"):
         read_questions(path)
 
 
@@ -177,8 +201,11 @@ def test_azure_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "message"),
     [
-        ("t.jsonl", mooncake() + "{oops}\n", r"t\.jsonl:2: expected timestamp"),
-        ("t.jsonl", mooncake() + '{"timestamp": 1}\n', r"t\.jsonl:2: .*input_length"),
+        ("t.jsonl", mooncake() + "{oops}\n", r"t\.jsonl:2: not JSON"),
+        ("t.jsonl", mooncake() + '{"timestamp": 1}\n', r"t\.jsonl:2: input_length, .* missing"),
+        ("t.jsonl", mooncake(timestamp=None), r"t\.jsonl:1: timestamp, .* must be numbers"),
+        ("t.jsonl", mooncake(timestamp=float("nan")), r"t\.jsonl:1: its time must be a finite"),
+        ("t.jsonl", mooncake(input_length=float("inf")), r"t\.jsonl:1: .* must be numbers"),
         ("t.jsonl", mooncake(input_length=-1), r"t\.jsonl:1: lengths must not be negative"),
         ("t.jsonl", mooncake(timestamp=5) + mooncake(), r"t\.jsonl:2: earlier than"),
         ("t.jsonl", "", "no requests"),
@@ -197,7 +224,7 @@ def test_azure_rows(tmp_path: Path) -> None:
         (
             "t.csv",
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-01-01 00:00:00\n",
-            r"t\.csv:2: ",
+            r"t\.csv:2: ContextTokens, GeneratedTokens is missing",
         ),
         ("t.txt", "x\n", "jsonl .* or .csv"),
     ],

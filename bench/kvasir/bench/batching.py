@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Record, RunSummary, Spread, spread, summarize
-from kvasir.bench.trial import Progress, in_turns, paired_ratios, trial
+from kvasir.bench.trial import Progress, in_turns, paired_ratios, run_name, trial
 from kvasir.bench.workload import Lengths, RequestSpec, TokenSource, random_lengths, random_requests
 from kvasir.worker.contracts import Runner
 from kvasir.worker.limits import SchedulerConfig
@@ -96,7 +96,7 @@ def measure(
             specs = _requests(work, outputs, config.max_model_len, tokens)
             modes = {mode.name: mode for mode in MODES}
             for key in in_turns(list(modes), run):
-                say(f"{name} outputs, {key}, run {run + 1} of {runs}")
+                say(f"{name} outputs, {key}, {run_name(run, runs)}")
                 speed = memory_bandwidth()
                 # The unmeasured run warms up: two batches are enough for that.
                 asked = specs if run >= 0 else specs[: 2 * work.reserved_slots]
@@ -110,11 +110,16 @@ def measure(
 
 def _bounded(config: SchedulerConfig, work: Workload, available: int) -> SchedulerConfig:
     """The same memory for every mode: that of the reserved slots."""
-    blocks = work.reserved_slots * math.ceil(config.max_model_len / config.block_size)
+    blocks = reserved_blocks(work, config)
     if blocks > available:
         raise ValueError(f"{work.reserved_slots} slots need {blocks} blocks; there are {available}")
     # Prompts are unrelated; without their cache, the memory holds running sequences only.
     return replace(config, num_blocks=blocks, prefix_caching=False)
+
+
+def reserved_blocks(work: Workload, config: SchedulerConfig) -> int:
+    """KV blocks that hold the reserved slots."""
+    return work.reserved_slots * math.ceil(config.max_model_len / config.block_size)
 
 
 def _requests(

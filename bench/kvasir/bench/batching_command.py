@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvasir.bench.in_process import load, model_options
+from kvasir.bench.in_process import Bench, load, model_options
 from kvasir.bench.options import COUNT, POSITIVE, common_options
 from kvasir.bench.report import number, output, print_header, progress, spread_cell, table
 from kvasir.bench.stats import spread
@@ -13,7 +13,7 @@ from kvasir.bench.workload import Lengths
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvasir.bench.batching import Figure
+    from kvasir.bench.batching import Figure, Workload
 
 _COMMAND = "kvasir bench batching"
 
@@ -74,10 +74,12 @@ def batching(**given: Any) -> None:
         bench = load(
             given,
             say,
+            lengths="--max-model-len",
             max_model_len=given["max_model_len"],
             kv_cache_memory=1024**3,
             max_running_requests=work.max_running,
         )
+        _check_slots(work, bench)
         bench.settings.update(
             {
                 "requests": work.requests,
@@ -101,7 +103,7 @@ def batching(**given: Any) -> None:
                 bench.loaded.vocab_size,
                 say,
             )
-        except (TrialError, ValueError) as error:
+        except TrialError as error:
             raise click.ClickException(str(error)) from None
     print_header(console, _COMMAND, bench.machine, bench.settings)
     for name, _ in shapes:
@@ -117,6 +119,21 @@ def _check_lengths(input_len: int, output_len: int, max_model_len: int) -> None:
             f" {max_model_len} for outputs of --output-len {output_len} on average: lower it or"
             " --output-len, or raise --max-model-len",
             param_hint="--input-len",
+        )
+
+
+def _check_slots(work: "Workload", bench: Bench) -> None:
+    from kvasir.bench.batching import reserved_blocks
+
+    needed = reserved_blocks(work, bench.scheduler)
+    available = bench.loaded.runner.num_blocks
+    if needed > available:
+        most = available * work.reserved_slots // needed
+        raise click.BadParameter(
+            f"{work.reserved_slots} sequences of --max-model-len {bench.scheduler.max_model_len}"
+            f" tokens need {needed} KV blocks, and there are {available}: give at most {most}, or"
+            " lower --max-model-len",
+            param_hint="--reserved-slots",
         )
 
 

@@ -6,13 +6,14 @@ prompt in few, long steps: its first token comes soon, and every decoding sequen
 each of those steps. A small budget is the other way round.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Spread, percentile, spread
-from kvasir.bench.trial import Progress, Trial, TrialError, in_turns, trial
+from kvasir.bench.trial import Progress, Trial, TrialError, in_turns, run_name, trial
 from kvasir.bench.workload import Prompt, RequestSpec, TokenSource
 from kvasir.worker.contracts import Runner
 from kvasir.worker.limits import SchedulerConfig
@@ -58,6 +59,16 @@ class Figure:
     memory_gb_s: tuple[float, ...]
 
 
+def decoding_room(max_model_len: int) -> int:
+    """Tokens that a sequence can decode while prompts come."""
+    return max_model_len - _SHORT_PROMPT
+
+
+def steps(work: Workload, budget: int) -> int:
+    """In which the prompts are computed, beside sequences that take a token of each step."""
+    return work.prompts * math.ceil(work.input_len / (budget - work.decoding))
+
+
 def measure(
     runner: Runner,
     config: SchedulerConfig,
@@ -78,7 +89,7 @@ def measure(
         tokens = TokenSource(f"{work.seed}/{run}", vocab_size)
         for label in in_turns([str(budget) for budget in work.budgets], run):
             budget = int(label)
-            say(f"budget {budget}, run {run + 1} of {runs}")
+            say(f"budget {budget}, {run_name(run, runs)}")
             speed = memory_bandwidth()
             limits = replace(
                 config, max_batched_tokens=budget, max_running_requests=work.decoding + 1
@@ -95,7 +106,7 @@ def _observe(running: Trial, work: Workload, max_model_len: int, tokens: TokenSo
     decoding = [
         running.submit(
             RequestSpec(
-                Prompt(tokens.draw(f"decoding {i}", _SHORT_PROMPT)), max_model_len - _SHORT_PROMPT
+                Prompt(tokens.draw(f"decoding {i}", _SHORT_PROMPT)), decoding_room(max_model_len)
             )
         )
         for i in range(work.decoding)

@@ -14,9 +14,11 @@ from kvasir.bench.stats import Spread, spread
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvasir.bench.chunking import Figure
+    from kvasir.bench.chunking import Figure, Workload
 
 _COMMAND = "kvasir bench chunking"
+_ROOM = 2048
+"""Tokens of a sequence that decodes: enough steps for all prompts of the default settings."""
 
 
 class Counts(click.ParamType[tuple[int, ...]]):
@@ -85,9 +87,16 @@ def chunking(**given: Any) -> None:
             " sequences: raise it or lower --decoding",
             param_hint="--budgets",
         )
+    _check_steps(work)
     console = output()
     with progress() as say:
-        bench = load(given, say, max_model_len=_longest(work.input_len), kv_cache_memory=1024**3)
+        bench = load(
+            given,
+            say,
+            lengths="--input-len",
+            max_model_len=max(_ROOM, work.input_len + 1),
+            kv_cache_memory=1024**3,
+        )
         bench.settings.update(
             {
                 "decoding": work.decoding,
@@ -113,9 +122,19 @@ def chunking(**given: Any) -> None:
     bench.write(given, _COMMAND, figures=figures)
 
 
-def _longest(input_len: int) -> int:
-    """Room for the prompts, and for sequences that decode during all of them."""
-    return max(2048, input_len + 1)
+def _check_steps(work: "Workload") -> None:
+    """Sequences decode one token in a step: as many as they have room for must be enough."""
+    from kvasir.bench.chunking import decoding_room, steps
+
+    room = decoding_room(max(_ROOM, work.input_len + 1))
+    budget = min(work.budgets)
+    if steps(work, budget) > room:
+        raise click.BadParameter(
+            f"{work.prompts} prompts of {work.input_len} tokens take {steps(work, budget)} steps of"
+            f" a budget of {budget}, and the sequences that decode beside them have room for"
+            f" {room}: give fewer, or raise the smallest of --budgets",
+            param_hint="--prompts",
+        )
 
 
 def _print(console: "Console", figures: Sequence["Figure"]) -> None:

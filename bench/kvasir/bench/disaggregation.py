@@ -10,16 +10,16 @@ Two pools move every prompt's KV and leave the prefill worker idle when nobody p
 the cost. The gain is that a long prompt no longer delays tokens of other requests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvasir.bench.client import Target
 from kvasir.bench.serve import Content, Load, Options, Run, run_serve
 from kvasir.bench.stack import Stack
-from kvasir.bench.stats import Distribution, Objectives, Spread, spread
-from kvasir.bench.trial import in_turns
-from kvasir.bench.workload import Lengths
+from kvasir.bench.stats import Distribution, Objectives, Spread, spread, spread_of_known
+from kvasir.bench.trial import in_turns, run_name
+from kvasir.bench.workload import Lengths, random_lengths
 from kvasir.worker.config import WorkerConfig
 
 Role = Literal["prefill", "decode", "both"]
@@ -68,10 +68,11 @@ class Figure:
 
     layout: str
     output_tokens_per_s: Spread
-    ttft_p50: Spread
-    ttft_p99: Spread
-    itl_p50: Spread
-    itl_p99: Spread
+    ttft_p50: Spread | None
+    """None, as the others, where no request of any run was answered."""
+    ttft_p99: Spread | None
+    itl_p50: Spread | None
+    itl_p99: Spread | None
     goodput_per_s: Spread
     transferred_bytes: Spread
     """KV payload that workers received in one run."""
@@ -79,6 +80,26 @@ class Figure:
     """Of input tokens."""
     failed: int
     runs: tuple[Run, ...]
+    computes: Mapping[str, str]
+    """With what, and how, a worker of it has said to compute; see Process.computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """One run: its requests, the bytes of KV that its transfers brought, and see Figure."""
+
+    run: Run
+    received: float
+    computes: Mapping[str, str]
+
+
+def longest(work: Workload) -> int:
+    """Tokens of the longest request that ``measure`` sends, prompt and output together."""
+    return max(
+        inputs + outputs
+        for requests in (work.requests, _WARM_UP)
+        for inputs, outputs in random_lengths(requests, work.inputs, work.outputs, seed=work.seed)
+    )
 
 
 async def measure(
@@ -92,14 +113,15 @@ async def measure(
     """All layouts in turn, ``runs`` times. Every run starts its processes anew, caches empty.
 
     Raises:
+        RefusedStartError: a worker refused its configuration.
         StackError: a process failed, or a run left KV blocks behind.
-        WorkloadError: the router did not take the requests.
+        ServerError: the router did not serve a first small request.
     """
     known = {layout.name: layout for layout in layouts(worker.threads)}
-    found: dict[str, list[tuple[Run, float]]] = {name: [] for name in known}
+    found: dict[str, list[_Observed]] = {name: [] for name in known}
     for run in range(runs):
         for name in in_turns(list(known), run):
-            say(f"{name}, run {run + 1} of {runs}")
+            say(f"{name}, {run_name(run, runs)}")
             options = replace(_options(work), content_seed=content_seed + run)
             found[name].append(await _one(known[name], worker, options, clock))
     return [_figure(name, seen) for name, seen in found.items()]
@@ -119,8 +141,8 @@ def _options(work: Workload) -> Options:
 
 async def _one(
     layout: Layout, worker: WorkerConfig, options: Options, clock: Callable[[], float]
-) -> tuple[Run, float]:
-    """One run, and the bytes of KV that its transfers brought."""
+) -> _Observed:
+    """One run."""
     configs = [
         worker.model_copy(update={"worker_id": f"w{i}", "role": role, "threads": threads})
         for i, (role, threads) in enumerate(layout.workers)
@@ -138,7 +160,8 @@ async def _one(
         await run_serve(first, lambda _: None, clock)
         before = await _received(stack, configs)
         (run,) = await run_serve(options, lambda _: None, clock)
-        return run, await _received(stack, configs) - before
+        received = await _received(stack, configs) - before
+        return _Observed(run, received, stack.worker(configs[0].worker_id).computes())
 
 
 async def _received(stack: Stack, workers: Sequence[WorkerConfig]) -> float:
@@ -148,14 +171,14 @@ async def _received(stack: Stack, workers: Sequence[WorkerConfig]) -> float:
     return sum(found.total(name, direction="received") for found in samples)
 
 
-def _figure(name: str, seen: list[tuple[Run, float]]) -> Figure:
-    summaries = [run.summary for run, _ in seen]
+def _figure(name: str, seen: list[_Observed]) -> Figure:
+    summaries = [one.run.summary for one in seen]
 
-    def over(pick: Callable[[Distribution], float], of: str) -> Spread:
+    def over(pick: Callable[[Distribution], float], of: str) -> Spread | None:
         values = [getattr(summary, of) for summary in summaries]
-        return spread([pick(value) if value is not None else float("nan") for value in values])
+        return spread_of_known(None if value is None else pick(value) for value in values)
 
-    received = [num_bytes for _, num_bytes in seen]
+    received = [one.received for one in seen]
     return Figure(
         layout=name,
         output_tokens_per_s=spread([s.output_tokens_per_s for s in summaries]),
@@ -169,5 +192,6 @@ def _figure(name: str, seen: list[tuple[Run, float]]) -> Figure:
             [b / max(s.input_tokens, 1) for b, s in zip(received, summaries, strict=True)]
         ),
         failed=sum(s.requests - s.succeeded for s in summaries),
-        runs=tuple(run for run, _ in seen),
+        runs=tuple(one.run for one in seen),
+        computes=seen[0].computes,
     )

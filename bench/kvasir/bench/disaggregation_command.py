@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvasir.bench.in_process import model_options
+from kvasir.bench.in_process import computing, model_options
 from kvasir.bench.machine import describe_machine
 from kvasir.bench.options import COUNT, DURATION, POSITIVE, common_options
-from kvasir.bench.report import output, print_header, progress, spread_cell, table, write_json
-from kvasir.bench.stats import Objectives, Spread, spread
+from kvasir.bench.refusals import bad_model
+from kvasir.bench.report import (
+    maybe_cell,
+    output,
+    print_header,
+    progress,
+    spread_cell,
+    table,
+    write_json,
+)
+from kvasir.bench.serve_report import print_failures
+from kvasir.bench.stats import Objectives, spread
 from kvasir.bench.workload import Lengths
 
 if TYPE_CHECKING:
@@ -39,9 +49,9 @@ def disaggregation(ctx: click.Context, /, **given: Any) -> None:
     Same open-loop load, lengths and threads in total. It tells the cost (throughput, bytes moved)
     as well as the gain (the tail between tokens).
     """
-    from kvasir.bench.disaggregation import Workload, measure
-    from kvasir.bench.stack import StackError
-    from kvasir.bench.workload import WorkloadError
+    from kvasir.bench.disaggregation import Workload, longest, measure
+    from kvasir.bench.serve import ServerError
+    from kvasir.bench.stack import RefusedStartError, StackError
     from kvasir.worker.config import WorkerConfig
     from kvasir.worker.model.machine import usable_cores
 
@@ -50,14 +60,6 @@ def disaggregation(ctx: click.Context, /, **given: Any) -> None:
         raise click.BadParameter(
             f"{threads} cannot be halved: give an even number", param_hint="--threads"
         )
-    worker = WorkerConfig(
-        worker_id="bench",
-        model=given["model"],
-        dtype=given["dtype"],
-        quantization=given["quantization"],
-        activation_quantization=given["activation_quantization"],
-        threads=threads,
-    )
     work = Workload(
         rate=given["rate"],
         requests=given["requests"],
@@ -66,13 +68,30 @@ def disaggregation(ctx: click.Context, /, **given: Any) -> None:
         objectives=Objectives(given["slo_ttft"], given["slo_itl"]),
         seed=given["seed"],
     )
+    worker = WorkerConfig(
+        worker_id="bench",
+        model=given["model"],
+        dtype=given["dtype"],
+        quantization=given["quantization"],
+        activation_quantization=given["activation_quantization"],
+        threads=threads,
+        max_model_len=max(2048, longest(work)),
+    )
     content_seed = secrets.randbits(32)
     machine = describe_machine()
+    console = output()
+    try:
+        with progress() as say:
+            figures = asyncio.run(
+                measure(worker, work, given["runs"], content_seed, say, time.perf_counter)
+            )
+    except RefusedStartError as error:
+        raise bad_model(error.line, "--input-len and --output-len") from None
+    except (StackError, ServerError) as error:
+        raise click.ClickException(str(error)) from None
     settings = {
         "model": worker.model,
-        "dtype": worker.dtype,
-        "quantization": worker.quantization,
-        "activation quantization": worker.activation_quantization,
+        **computing(figures[0].computes),
         "threads": f"{threads} in total",
         "open loop, rate": work.rate,
         "requests": work.requests,
@@ -83,15 +102,7 @@ def disaggregation(ctx: click.Context, /, **given: Any) -> None:
         "seed": work.seed,
         "content seed": content_seed,
     }
-    console = output()
     print_header(console, _COMMAND, machine, settings)
-    try:
-        with progress() as say:
-            figures = asyncio.run(
-                measure(worker, work, given["runs"], content_seed, say, time.perf_counter)
-            )
-    except (StackError, WorkloadError) as error:
-        raise click.ClickException(str(error)) from None
     _print(console, figures)
     if given["json_file"] is not None:
         report = {"command": _COMMAND, "machine": machine, "settings": settings}
@@ -102,9 +113,6 @@ def disaggregation(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _print(console: "Console", figures: Sequence["Figure"]) -> None:
-    def cell(found: Spread, factor: float = 1000.0) -> str:
-        return spread_cell(Spread(factor * found.median, factor * found.low, factor * found.high))
-
     columns = (
         "layout",
         "output tokens/s",
@@ -122,16 +130,20 @@ def _print(console: "Console", figures: Sequence["Figure"]) -> None:
         (
             figure.layout,
             spread_cell(figure.output_tokens_per_s),
-            cell(figure.ttft_p50),
-            cell(figure.ttft_p99),
-            cell(figure.itl_p50),
-            cell(figure.itl_p99),
+            maybe_cell(figure.ttft_p50, 1000),
+            maybe_cell(figure.ttft_p99, 1000),
+            maybe_cell(figure.itl_p50, 1000),
+            maybe_cell(figure.itl_p99, 1000),
             spread_cell(figure.goodput_per_s),
-            cell(figure.transferred_bytes, 1e-6),
-            cell(figure.transferred_per_token, 1e-3),
+            maybe_cell(figure.transferred_bytes, 1e-6),
+            maybe_cell(figure.transferred_per_token, 1e-3),
             str(figure.failed),
             spread_cell(spread([v for run in figure.runs for v in run.memory_gb_s])),
         )
         for figure in figures
     ]
     console.print(table("Median (range) of runs", columns, rows))
+    for figure in figures:
+        if figure.failed:
+            console.print(f"{figure.layout}:")
+            print_failures(console, [run.summary for run in figure.runs])

@@ -9,6 +9,7 @@ import click
 
 from kvasir.bench.machine import Machine, describe_machine
 from kvasir.bench.options import Names, common_options, threads_option
+from kvasir.bench.refusals import bad_model, blaming
 from kvasir.bench.report import output, print_header, progress, write_json
 from kvasir.bench.rival import RIVALS, RivalError
 
@@ -87,17 +88,20 @@ def engine(ctx: click.Context, /, **given: Any) -> None:
     """
     from kvasir.bench.engine import RequestsFailedError
     from kvasir.bench.reference import MissingReferenceError
-    from kvasir.bench.stack import StackError
+    from kvasir.bench.stack import RefusedStartError, StackError
     from kvasir.bench.trial import TrialError
     from kvasir.worker.model.errors import ModelError
 
     _check(given)
     machine = describe_machine()  # before this process is itself the load
     try:
-        with progress() as say:
+        with blaming("--model"), progress() as say:
             figures, costs, found = _measure(given, say)
+    except ModelError as error:
+        raise bad_model(str(error)) from None
+    except RefusedStartError as error:
+        raise bad_model(error.line) from None
     except (
-        ModelError,
         MissingReferenceError,
         RequestsFailedError,
         RivalError,

@@ -59,7 +59,7 @@ def build_prompts(
     evenly from SHORTEST to LONGEST tokens. The examples are the questions not drawn, and there
     are at least as many of them as prompts.
     """
-    _check_enough(len(questions), count, shots)
+    check_enough(len(questions), count, shots)
     shuffled = random.Random(seed).sample(questions, len(questions))
     asked = sorted(shuffled[:count], key=lambda q: len(q.question))
     examples = shuffled[count:]
@@ -73,8 +73,8 @@ def build_prompts(
     return prompts
 
 
-def _check_enough(questions: int, count: int, shots: int | None) -> None:
-    """No question may be asked and be a worked example as well."""
+def check_enough(questions: int, count: int, shots: int | None) -> None:
+    """No question may be asked and be a worked example as well; WorkloadError if too few."""
     examples = count if shots is None else shots
     if count + examples <= questions:
         return

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from kvasir.bench.machine import describe_machine, memory_bandwidth
 from kvasir.bench.options import COUNT, FILE, common_options
+from kvasir.bench.refusals import bad_model, blaming
 from kvasir.bench.report import number, output, print_header, progress, table, write_json
 from kvasir.bench.scenarios import SCENARIOS, Setup
-from kvasir.bench.workload import WorkloadError, read_questions
+from kvasir.bench.workload import read_questions
 
 if TYPE_CHECKING:
     from kvasir.bench.exact import Result
@@ -52,14 +53,19 @@ def exact(ctx: click.Context, /, **given: Any) -> None:
 
     console = output()
     machine = describe_machine()
-    settings = {
-        name: given[name] for name in ("model", "count", "shots", "max_tokens", "seed", "runs")
-    } | {"prompts": given["prompts"].name, "dtype": "float32", "sampling": "greedy"}
+    settings = {name: given[name] for name in ("model", "count", "max_tokens", "seed", "runs")} | {
+        "shots": "as many as fit 32 to 1,200 tokens" if given["shots"] is None else given["shots"],
+        "prompts": given["prompts"].name,
+        "dtype": "float32",
+        "sampling": "greedy",
+    }
     print_header(console, "kvasir bench exact", machine, settings)
     try:
         with progress() as say:
             results, bandwidth = _measure(given, say)
-    except (WorkloadError, ModelError, MissingReferenceError) as error:
+    except ModelError as error:
+        raise bad_model(str(error)) from None
+    except MissingReferenceError as error:
         raise click.ClickException(str(error)) from None
     _print(console, results, bandwidth)
     if given["json_file"] is not None:
@@ -76,10 +82,12 @@ def exact(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _measure(given: dict[str, Any], say: Callable[[str], None]) -> tuple[list["Result"], float]:
-    from kvasir.bench.exact import Oracle, build_cases, build_prompts, run_scenario
+    from kvasir.bench.exact import Oracle, build_cases, build_prompts, check_enough, run_scenario
     from kvasir.bench.reference import load_reference
 
-    questions = read_questions(given["prompts"])
+    with blaming("--prompts"):
+        questions = read_questions(given["prompts"])
+        check_enough(len(questions), given["count"], given["shots"])
     say("loading the reference")
     reference = load_reference(given["model"])
     prompts = build_prompts(questions, given["count"], given["shots"], given["seed"], reference)

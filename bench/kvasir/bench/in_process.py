@@ -8,7 +8,9 @@ import click
 
 from kvasir.bench.machine import Machine, describe_machine
 from kvasir.bench.options import threads_option
+from kvasir.bench.refusals import bad_model, blaming
 from kvasir.bench.report import write_json
+from kvasir.bench.workload import TokenSource
 
 if TYPE_CHECKING:
     from kvasir.worker.limits import SchedulerConfig
@@ -54,6 +56,16 @@ def model_options(function: Callable[P, R]) -> Callable[P, R]:
     return quantization_options(function)
 
 
+def computing(said: Mapping[str, str]) -> dict[str, str]:
+    """Settings for a report's header, from what a worker's process said that it computes with."""
+    return {
+        "dtype": said["dtype"],
+        "quantization": said["quantization"],
+        "threads": said["threads"],
+        "computed with": said["with"],
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """A loaded model, the scheduler settings that a worker would use, and the report's header."""
@@ -70,11 +82,15 @@ class Bench:
             write_json(given["json_file"], {**report, **parts})
 
 
-def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) -> Bench:
+def load(
+    given: Mapping[str, Any], say: Callable[[str], None], *, lengths: str = "", **worker: Any
+) -> Bench:
     """Load what the options name; ``worker`` are fields of WorkerConfig.
 
+    ``lengths`` are the options that ``max_model_len`` comes from, in words.
+
     Raises:
-        click.ClickException: the model cannot be loaded; the message says why.
+        click.BadParameter: the model cannot be loaded; the message says why.
     """
     from kvasir.worker.config import WorkerConfig
     from kvasir.worker.limits import scheduler_config
@@ -95,7 +111,9 @@ def load(given: Mapping[str, Any], say: Callable[[str], None], **worker: Any) ->
     try:
         loaded = load_model(config, say)
     except ModelError as error:
-        raise click.ClickException(str(error)) from None
+        raise bad_model(str(error), lengths) from None
+    with blaming("--model"):
+        TokenSource("", loaded.vocab_size)  # what is random is drawn from its vocabulary
     settings = {
         "model": config.model,
         "dtype": loaded.layout.dtype,

@@ -22,6 +22,7 @@ from kvasir.bench.instant import InstantRunner
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Spread, spread
 from kvasir.bench.traces import TraceRow
+from kvasir.bench.workload import WorkloadError
 from kvasir.proto.sampling import SamplingParams
 from kvasir.worker.contracts import KvUsage, Request
 from kvasir.worker.limits import SchedulerConfig
@@ -116,7 +117,11 @@ def drawn(work: Workload, run: int) -> list[TraceRow]:
 def measure(
     work: Workload, modes: Sequence[Mode], runs: int, say: Callable[[str], None]
 ) -> list[Figure]:
-    """All modes on the same requests, ``runs`` times with other rows of the trace."""
+    """All modes on the same requests, ``runs`` times with other rows of the trace.
+
+    Raises:
+        WorkloadError: so few requests that none ever waits.
+    """
     found: dict[Mode, list[_Run]] = {mode: [] for mode in modes}
     bandwidth: dict[Mode, list[float]] = {mode: [] for mode in modes}
     for run in range(runs):
@@ -161,7 +166,11 @@ def _serve(config: SchedulerConfig, rows: Sequence[TraceRow]) -> _Run:
     seconds = time.thread_time() - begin
     scheduler.check()
     if not saturated:
-        raise ValueError("no request ever waited: ask for more requests or give less memory")
+        raise WorkloadError(
+            f"none of {len(rows)} requests ever waited for memory; ask for more, of a longer trace"
+            " if it has no more, or lower --kv-tokens",
+            "--requests",
+        )
     return _Run(
         usage=_total(saturated),
         running=running / len(saturated),

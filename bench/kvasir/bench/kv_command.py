@@ -7,6 +7,7 @@ import click
 
 from kvasir.bench.machine import describe_machine
 from kvasir.bench.options import COUNT, FILE, common_options
+from kvasir.bench.refusals import blaming
 from kvasir.bench.report import (
     number,
     output,
@@ -66,7 +67,7 @@ def kv(**given: Any) -> None:
     console = output()
     modes = [Mode(RESERVATION, given["block_size"]), *(Mode(PAGING, n) for n in _SIZES)]
     _check_memory(given["kv_tokens"], given["max_model_len"], modes)
-    try:
+    with blaming("--trace"):
         rows = read_trace(given["trace"])
         fit = fitting(rows, given["max_model_len"])
         _check_rows(rows, fit, given["max_model_len"])
@@ -79,8 +80,6 @@ def kv(**given: Any) -> None:
         )
         with progress() as say:
             figures = measure(work, modes, given["runs"], say)
-    except (WorkloadError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
     measured = [row for run in range(given["runs"]) for row in drawn(work, run)]
     settings = {
         "trace": given["trace"].name,
@@ -119,7 +118,7 @@ def _check_rows(rows: Sequence[TraceRow], fit: Sequence[TraceRow], max_model_len
             param_hint="--max-model-len",
         )
     if not fit:
-        raise WorkloadError(f"none of {len(rows)} rows has both input and output")
+        raise WorkloadError(f"none of its {len(rows)} rows has both input and output")
 
 
 def _lengths(lengths: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from statistics import median
 from kvasir.bench.instant import InstantRunner
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Spread, spread, summarize
-from kvasir.bench.trial import Progress, in_turns, trial
+from kvasir.bench.trial import Progress, in_turns, run_name, trial
 from kvasir.bench.workload import Prompt, RequestSpec, TokenSource
 from kvasir.proto.sampling import SamplingParams
 from kvasir.worker.contracts import Request, Runner
@@ -57,6 +57,8 @@ class Gain:
     """For one share: TTFT in seconds, and how many times sooner it comes with caching."""
 
     share: float
+    blocks: int
+    """Whole blocks in the shared part: all that can be found."""
     hit_rate: Spread
     """Input tokens found in the cache, as the engine counts them."""
     ttft: dict[str, Spread]
@@ -88,7 +90,7 @@ def measure_cost(
         rate, alone = {}, {}
         speed = memory_bandwidth()
         for mode in in_turns(_MODES, run):
-            say(f"no hits, caching {mode}, run {run + 1} of {runs}")
+            say(f"no hits, caching {mode}, {run_name(run, runs)}")
             limits = replace(config, prefix_caching=mode == "on")
             alone[mode] = scheduler_seconds_per_token(limits, specs)
             with trial(runner, limits) as running:
@@ -149,7 +151,7 @@ def measure_gain(
             first, *specs = _sharing(work, share, tokens)
             bandwidth.append(memory_bandwidth())
             for mode in in_turns(_MODES, run):
-                say(f"{100 * share:.0f} % shared, caching {mode}, run {run + 1} of {runs}")
+                say(f"{100 * share:.0f} % shared, caching {mode}, {run_name(run, runs)}")
                 with trial(runner, replace(config, prefix_caching=mode == "on")) as running:
                     running.run([first])
                     records = running.run(specs, batch=1)
@@ -159,6 +161,7 @@ def measure_gain(
         gains.append(
             Gain(
                 share=share,
+                blocks=common_tokens(work.input_len, share) // config.block_size,
                 hit_rate=spread(rates),
                 ttft={mode: spread(ttft[mode]) for mode in _MODES},
                 ratio=spread([a / b for a, b in zip(ttft["off"], ttft["on"], strict=True)]),
@@ -168,9 +171,14 @@ def measure_gain(
     return gains
 
 
+def common_tokens(input_len: int, share: float) -> int:
+    """Tokens of the part that prompts share."""
+    return round(share * input_len)
+
+
 def _sharing(work: Workload, share: float, tokens: TokenSource) -> list[RequestSpec]:
     """One prompt to fill the cache, and others that begin as it does."""
-    common = round(share * work.input_len)
+    common = common_tokens(work.input_len, share)
     prefix = tokens.draw("common", common)
     return [
         RequestSpec(Prompt(prefix + tokens.draw(f"own {i}", work.input_len - common)), 1)

@@ -1,6 +1,7 @@
 """Options and output of `kvasir bench prefix`."""
 
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,6 +43,7 @@ def prefix(**given: Any) -> None:
     """
     from kvasir.bench.prefix import Workload, measure_cost, measure_gain
     from kvasir.bench.trial import TrialError
+    from kvasir.worker.config import WorkerConfig
 
     work = Workload(
         requests=given["requests"],
@@ -52,9 +54,17 @@ def prefix(**given: Any) -> None:
         seed=given["seed"],
     )
     longest = work.input_len + work.output_len
+    block_size = WorkerConfig.model_fields["block_size"].default
+    _check_input(work.input_len, block_size)
     console = output()
     with progress() as say:
-        bench = load(given, say, max_model_len=max(2048, longest), kv_cache_memory=1024**3)
+        bench = load(
+            given,
+            say,
+            lengths="--input-len and --output-len",
+            max_model_len=max(2048, longest),
+            kv_cache_memory=1024**3,
+        )
         bench.settings.update(
             {"input": work.input_len, "output": work.output_len, "requests": work.requests}
         )
@@ -68,6 +78,19 @@ def prefix(**given: Any) -> None:
     _print_cost(console, cost)
     _print_gains(console, gains)
     bench.write(given, _COMMAND, cost=cost, gains=gains)
+
+
+def _check_input(input_len: int, block_size: int) -> None:
+    """Whole blocks are cached: a shared part that fills none would be a share without hits."""
+    from kvasir.bench.prefix import common_tokens
+
+    if common_tokens(input_len, max(_SHARES)) < block_size:
+        least = next(n for n in count(1) if common_tokens(n, max(_SHARES)) >= block_size)
+        raise click.BadParameter(
+            f"of {input_len} tokens no shared part fills a block of {block_size} tokens, and only"
+            f" whole blocks are cached: give at least {least}",
+            param_hint="--input-len",
+        )
 
 
 def _scaled(found: Spread, factor: float) -> str:
@@ -95,7 +118,7 @@ def _print_cost(console: "Console", cost: "Cost") -> None:
 
 def _print_gains(console: "Console", gains: Sequence["Gain"]) -> None:
     columns = (
-        "shared part",
+        "shared part, whole blocks",
         "hit rate %",
         "TTFT ms, on",
         "TTFT ms, off",
@@ -104,7 +127,7 @@ def _print_gains(console: "Console", gains: Sequence["Gain"]) -> None:
     )
     rows = [
         (
-            f"{100 * gain.share:.0f} %",
+            f"{100 * gain.share:.0f} %, {gain.blocks}",
             _scaled(gain.hit_rate, 100),
             _scaled(gain.ttft["on"], 1000),
             _scaled(gain.ttft["off"], 1000),

@@ -15,13 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvasir.operator.local.child import dies_with_us
+from kvasir.operator.supervision import EXIT_CONFIGURATION
 
 _POLL_S = 0.05
 _TAIL_LINES = 20
+_COMPUTES = " kvasir.worker computes "
 
 
 class StackError(RuntimeError):
     """A process failed to start, died unasked, or left something behind."""
+
+
+class RefusedStartError(StackError):
+    """A process refused its configuration. ``line`` is why: ``field: problem; fix``."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        self.line = line
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,12 @@ class Process:
         return State(**known)
 
     async def ready(self, timeout_s: float) -> State:
-        """Wait for phase ``ready``. Raises StackError if the process dies or takes too long."""
+        """Wait for phase ``ready``.
+
+        Raises:
+            RefusedStartError: the process refused its configuration.
+            StackError: it died otherwise, or took too long.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while self.alive:
@@ -106,6 +121,9 @@ class Process:
                 f"{self.name} is not ready after {timeout_s:g} s (state: {self.state()});"
                 f" its log ends:\n{self.log_tail()}"
             ) from None
+        if self._running().returncode == EXIT_CONFIGURATION:
+            last = self.log_tail().splitlines()[-1]
+            raise RefusedStartError(last.removeprefix(f"{self._program.name}: "))
         raise StackError(
             f"{self.name} ended with exit code {self._running().returncode} before it was ready;"
             f" its log ends:\n{self.log_tail()}"
@@ -137,6 +155,15 @@ class Process:
         """Raise if a process of the ended one's group still runs."""
         if self._process is not None and self._group_exists():
             raise StackError(f"{self.name} ended and left processes in group {self._process.pid}")
+
+    def computes(self) -> dict[str, str]:
+        """What the process, a worker, has said that it computes with: with, dtype, threads, ...
+
+        Empty before it has loaded its model.
+        """
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        said = [line.partition(_COMPUTES)[2] for line in lines if _COMPUTES in line]
+        return dict(part.split("=", 1) for part in said[-1].split()) if said else {}
 
     def log_tail(self) -> str:
         if not self.log.exists():

@@ -10,8 +10,14 @@ import click
 
 from kvasir.bench.machine import describe_machine, memory_bandwidth
 from kvasir.bench.options import COUNT, FILE, common_options, threads_option
+from kvasir.bench.refusals import bad_model, blaming
 from kvasir.bench.report import number, output, print_header, progress, table, write_json
-from kvasir.bench.workload import WorkloadError, read_questions
+from kvasir.bench.workload import (
+    WorkloadError,
+    question_requests,
+    read_questions,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,9 +46,10 @@ def quality(**given: Any) -> None:
     Perplexity on a text, divergence and agreement with float32 there, and right answers to
     questions. Each run takes other windows of the text.
     """
-    from kvasir.bench.quality import FORMS, REFERENCE, Questions, draw_windows, measure
+    from kvasir.bench.quality import FORMS, REFERENCE, draw_windows, measure
     from kvasir.bench.trial import TrialError
     from kvasir.router.text.tokenizer import ModelTokenizer
+    from kvasir.worker.config import WorkerConfig
     from kvasir.worker.model.errors import ModelError
     from kvasir.worker.model.source import open_source
 
@@ -56,18 +63,15 @@ def quality(**given: Any) -> None:
             def encode(text: str) -> Sequence[int]:
                 return core.encode(text, add_special_tokens=False).ids
 
-            tokens = encode(_text(given["text"]))
-            runs = [
-                draw_windows(tokens, given["windows"], given["window"], random)
-                for random in (Random(f"{given['seed']}/{run}") for run in range(given["runs"]))
-            ]
-            questions = None
-            if given["questions"] is not None:
-                rows = read_questions(given["questions"])
-                count = min(given["count"], len(rows) - given["shots"])
-                if count < 1:
-                    raise WorkloadError("the examples leave no question to ask; lower --shots")
-                questions = Questions(rows, given["shots"], count, given["max_tokens"])
+            _check_window(given["window"], WorkerConfig.model_fields["max_model_len"].default)
+            with blaming("--text" if given["text"] is not None else "--windows"):
+                tokens = encode(_text(given["text"]))
+                runs = [
+                    draw_windows(tokens, given["windows"], given["window"], random)
+                    for random in (Random(f"{given['seed']}/{run}") for run in range(given["runs"]))
+                ]
+            with blaming("--questions"):
+                questions = _questions(given, encode)
             right = given["reference"] or given["model"]
             models = dict.fromkeys(FORMS, given["model"]) | {REFERENCE: right}
             forms = {
@@ -76,7 +80,9 @@ def quality(**given: Any) -> None:
             }
             memory = memory_bandwidth()
             figures = measure(forms, runs, questions, encode, core.decode, say)
-    except (WorkloadError, ModelError, TrialError) as error:
+    except ModelError as error:
+        raise bad_model(str(error)) from None
+    except TrialError as error:
         raise click.ClickException(str(error)) from None
     settings = _settings(given, questions)
     print_header(console, _COMMAND, machine, {**settings, "memory GB/s": number(memory)})
@@ -86,13 +92,45 @@ def quality(**given: Any) -> None:
         write_json(given["json_file"], {**report, "memory_gb_s": memory, "figures": figures})
 
 
+def _check_window(window: int, max_model_len: int) -> None:
+    if window > max_model_len:
+        raise click.BadParameter(
+            f"{window} tokens are more than the engine's longest sequence; give at most"
+            f" {max_model_len}",
+            param_hint="--window",
+        )
+
+
+def _questions(given: dict[str, Any], encode: Callable[[str], Sequence[int]]) -> "Questions | None":
+    """What is asked, if anything is. Raises WorkloadError where it cannot be."""
+    from kvasir.bench.quality import Questions
+    from kvasir.worker.config import WorkerConfig
+
+    if given["questions"] is None:
+        return None
+    rows = read_questions(given["questions"])
+    # The same check as that of `kvasir bench serve`.
+    specs = question_requests(rows, len(rows), given["max_tokens"], given["shots"])
+    count = min(given["count"], len(rows) - given["shots"])
+    longest = max(len(encode(spec.prompt.text)) for spec in specs[:count])
+    room = WorkerConfig.model_fields["max_model_len"].default - given["max_tokens"]
+    if longest > room:
+        raise WorkloadError(
+            f"the longest prompt, {given['shots']} worked examples and a question, has {longest}"
+            f" tokens, and beside an answer of --max-tokens {given['max_tokens']} there is room for"
+            f" {max(0, room)}; lower either",
+            "--shots",
+        )
+    return Questions(rows, given["shots"], count, given["max_tokens"])
+
+
 def _prefixed(say: Callable[[str], None], name: str) -> Callable[[str], None]:
     return lambda line: say(f"{name}: {line}")
 
 
 def _text(path: Path | None) -> str:
     if path is not None:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -121,7 +159,10 @@ def _load(model: str, threads: int, form: "Form", say: Callable[[str], None]) ->
 
 
 def _settings(given: dict[str, Any], questions: "Questions | None") -> dict[str, Any]:
+    from kvasir.worker.model.machine import usable_cores
+
     settings = {name: given[name] for name in ("model", "windows", "window", "seed", "runs")}
+    settings["threads"] = given["threads"] or usable_cores()
     if given["reference"] is not None:
         settings["reference"] = given["reference"]
     settings["text"] = _OWN_TEXT if given["text"] is None else given["text"].name

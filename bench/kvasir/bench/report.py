@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from kvasir.bench.machine import Machine
 from kvasir.bench.stats import Spread
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _PIPE_WIDTH = 200
 """Columns where no terminal limits them."""
@@ -89,26 +92,58 @@ def spread_cell(spread: Spread) -> str:
     return f"{number(spread.median)} ({number(spread.low)} to {number(spread.high)})"
 
 
+def maybe_cell(spread: Spread | None, factor: float = 1.0) -> str:
+    """As ``spread_cell``, times ``factor``; a dash for what no run had."""
+    if spread is None:
+        return "-"
+    scaled = (factor * value for value in (spread.median, spread.low, spread.high))
+    return spread_cell(Spread(*scaled))
+
+
 def milliseconds(seconds: float) -> str:
     return number(seconds * 1000)
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Dataclasses become objects; the file is written whole or not at all."""
+    """Strict JSON: dataclasses become objects, and numbers that are none become null.
+
+    The file is written whole or not at all.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(report, indent=2, default=_as_json) + "\n")
+    temporary.write_text(json.dumps(_as_json(report), indent=2, allow_nan=False) + "\n")
     temporary.replace(path)
 
 
 def _as_json(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
+        return _as_json(_fields(value))
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Path):
         return str(value)
+    if value is None or isinstance(value, str | int):
+        return value
     raise TypeError(f"cannot write {type(value).__name__} as JSON")
 
 
 def _plain(value: object) -> str:
+    """A setting, as people write it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return " ".join(f"{name}={part}" for name, part in dataclasses.asdict(value).items())
+        return " ".join(f"{name}={_plain(part)}" for name, part in _fields(value).items())
+    if isinstance(value, Mapping):
+        return "; ".join(f"{name}: {_plain(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return " and ".join(map(_plain, value))
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return str(value)
+
+
+def _fields(value: "DataclassInstance") -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

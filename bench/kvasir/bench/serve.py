@@ -34,8 +34,15 @@ from kvasir.operator.local.address import why_silent
 REFUSALS = ("http 429", "http 503")
 """Failures by which an overloaded server protects itself."""
 
+_NO_SUCH_MODEL = "http 404"
+"""Servers answer so, too, if they have no such path."""
+
 _SUSPICIOUS_SHARE = 0.5
 """Of input tokens. Short questions share a chat template, which is less."""
+
+
+class ServerError(RuntimeError):
+    """The server cannot be measured: it gives no answer, or not one that can be counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +107,9 @@ def build_requests(options: Options, run: int) -> tuple[list[RequestSpec], int]:
         specs, left_out = trace_requests(rows, content.replay, tokens)
         if not specs:
             raise WorkloadError(
-                f"{content.trace}: all {left_out} requests are longer than --max-total; raise it"
-                " or shrink them with --length-scale"
+                f"all {left_out} requests of {content.trace} are longer than"
+                f" {content.replay.max_total} tokens; raise it, or shrink them with --length-scale",
+                "--max-total",
             )
         return specs, left_out
     if content.prompts is not None:
@@ -120,7 +128,12 @@ def build_requests(options: Options, run: int) -> tuple[list[RequestSpec], int]:
 async def run_serve(
     options: Options, progress: Callable[[str], None], clock: Callable[[], float]
 ) -> list[Run]:
-    """Warm up, then run ``options.runs`` times, one after the other."""
+    """Warm up, then run ``options.runs`` times, one after the other.
+
+    Raises:
+        ServerError: the server did not serve a first small request.
+        WorkloadError: the options make no requests, or none that this server takes.
+    """
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     runs = []
@@ -138,22 +151,28 @@ async def run_serve(
 
 
 async def find_model(url: str, api_key: str | None) -> str:
-    """The id of the only model that the server has. Raises WorkloadError if it is not one."""
+    """The id of the only model that the server has.
+
+    Raises:
+        ServerError: the server does not tell.
+        WorkloadError: it has not just one.
+    """
     where = f"{url}/v1/models"
     status, body = await _get(where, url, api_key)
     if status != 200:
-        raise WorkloadError(f"{where} answers with HTTP {status}: check --url and --api-key")
+        raise ServerError(f"{where} answers with HTTP {status}: check --url and --api-key")
     try:
-        names = [str(model["id"]) for model in json.loads(body)["data"]]
+        names = _model_ids(body)
     except (ValueError, KeyError, TypeError):
-        raise WorkloadError(f"{where} lists no models as OpenAI's API does: check --url") from None
+        raise ServerError(f"{where} lists no models as OpenAI's API does: check --url") from None
     if len(names) != 1:
-        raise WorkloadError(f"{url} serves {names or 'no model'}: name one with --model")
+        served = ", ".join(names) or "no model"
+        raise WorkloadError(f"{url} serves {served}: name one of them", "--model")
     return names[0]
 
 
 async def _get(where: str, url: str, api_key: str | None) -> tuple[int, bytes]:
-    """Status and body. Raises WorkloadError if there are none."""
+    """Status and body. Raises ServerError if there are none."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=30)
     try:
@@ -164,11 +183,11 @@ async def _get(where: str, url: str, api_key: str | None) -> tuple[int, bytes]:
             return response.status, await response.read()
     except aiohttp.ClientConnectorError as error:
         if isinstance(error.os_error, ConnectionRefusedError):
-            raise WorkloadError(why_silent(url, os.environ)) from None
-        raise WorkloadError(f"{url}: {why_unreachable(error)}: check --url") from None
+            raise ServerError(why_silent(url, os.environ)) from None
+        raise ServerError(f"{url}: {why_unreachable(error)}: check --url") from None
     except (aiohttp.ClientError, TimeoutError) as error:
         problem = str(error) or type(error).__name__
-        raise WorkloadError(f"{where} gives no answer ({problem}): check --url") from None
+        raise ServerError(f"{where} gives no answer ({problem}): check --url") from None
 
 
 def share_cached_unasked(options: Options, runs: list[Run]) -> float | None:
@@ -213,16 +232,37 @@ async def _check_server(http: aiohttp.ClientSession, options: Options) -> None:
         prompt = Prompt(token_ids=(FIRST_TOKEN_ID,) * 4)
     spec = RequestSpec(prompt, max_tokens=2)
     record = await send(http, options.target, spec, time.perf_counter(), time.perf_counter)
-    if record.failure is not None:
+    if record.failure == _NO_SUCH_MODEL and (served := await _served(http, options.target)):
         raise WorkloadError(
+            f"{options.target.url} does not serve {options.target.model}, but {', '.join(served)}",
+            "--model",
+        )
+    if record.failure is not None:
+        raise ServerError(
             f"{options.target.endpoint} did not serve a first small request ({record.failure}):"
             f" {record.message}"
         )
     if prompt.token_ids and record.input_tokens != len(prompt.token_ids):
         raise WorkloadError(
             f"{options.target.endpoint} counted {record.input_tokens} tokens in a prompt of"
-            f" {len(prompt.token_ids)} token ids: it does not take token-id prompts; use --prompts"
+            f" {len(prompt.token_ids)} token ids: it does not take token-id prompts; use --prompts",
+            "--api",
         )
+
+
+async def _served(http: aiohttp.ClientSession, target: Target) -> list[str]:
+    """The models that a server lists, unless the target's is one; none where it does not tell."""
+    try:
+        async with http.get(f"{target.url}/v1/models", headers=target.headers) as response:
+            names = _model_ids(await response.read())
+    except (aiohttp.ClientError, ValueError, KeyError, TypeError):
+        return []
+    return [] if target.model in names else names
+
+
+def _model_ids(body: bytes) -> list[str]:
+    """Of a list in OpenAI's form. Raises ValueError, KeyError or TypeError if it is none."""
+    return [str(model["id"]) for model in json.loads(body)["data"]]
 
 
 async def _warm_up(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 import click
@@ -11,12 +12,14 @@ import click
 from kvasir.bench.client import Target
 from kvasir.bench.machine import describe_machine
 from kvasir.bench.options import COUNT, DURATION, FILE, POSITIVE, common_options
+from kvasir.bench.refusals import blaming
 from kvasir.bench.report import output, print_header, progress, write_json
 from kvasir.bench.serve import (
     Content,
     Load,
     Options,
     Run,
+    ServerError,
     find_model,
     run_serve,
     share_cached_unasked,
@@ -25,8 +28,8 @@ from kvasir.bench.serve import (
 )
 from kvasir.bench.serve_report import print_runs
 from kvasir.bench.stats import Objectives
-from kvasir.bench.traces import Replay
-from kvasir.bench.workload import Lengths, Shape, WorkloadError
+from kvasir.bench.traces import Replay, read_trace
+from kvasir.bench.workload import Lengths, Shape, question_requests, read_questions
 from kvasir.operator.local.address import NoRouterError, router_root, running_router
 
 _SHAPE = click.Choice(["fixed", "uniform", "lognormal"])
@@ -150,12 +153,13 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     """
     console = output()
     try:
-        options = _options(given)
-        machine = describe_machine()
-        print_header(console, "kvasir bench serve", machine, _settings(options))
-        with progress() as say:
-            runs = asyncio.run(run_serve(options, say, time.perf_counter))
-    except WorkloadError as error:
+        with _blaming_content(given):
+            options = _options(given)
+            machine = describe_machine()
+            print_header(console, "kvasir bench serve", machine, _settings(options))
+            with progress() as say:
+                runs = asyncio.run(run_serve(options, say, time.perf_counter))
+    except ServerError as error:
         raise click.ClickException(str(error)) from None
     print_runs(console, runs)
     if share := share_cached_unasked(options, runs):
@@ -169,6 +173,12 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
         }
         write_json(given["json_file"], report)
     _exit(ctx, runs, allow_refusals=given["allow_refusals"])
+
+
+def _blaming_content(given: dict[str, Any]) -> AbstractContextManager[None]:
+    return blaming(
+        "--trace" if given["trace"] else "--prompts" if given["prompts"] else "--vocab-size"
+    )
 
 
 def _warm_cache(share: float, given: dict[str, Any]) -> str:
@@ -190,8 +200,16 @@ def _exit(ctx: click.Context, runs: list[Run], *, allow_refusals: bool) -> None:
 
 
 def _options(given: dict[str, Any]) -> Options:
-    """Settings from the command line; refuses combinations that contradict each other."""
+    """Settings from the command line; refuses combinations that contradict each other.
+
+    Files are read before a server is asked for anything, so that what is wrong with them is said
+    whether or not one runs.
+    """
     _check(given)
+    if given["trace"] is not None:
+        read_trace(given["trace"], given["limit"])
+    elif given["prompts"] is not None:
+        question_requests(read_questions(given["prompts"]), 1, 1, given["shots"])
     url = _server(given["url"])
     model = given["model"] or asyncio.run(find_model(url, given["api_key"]))
     objectives = None
@@ -248,15 +266,15 @@ def _content_seed(given: int | None) -> int:
 
 def _check(given: dict[str, Any]) -> None:
     if given["trace"] and (given["rate"] or given["prompts"]):
-        raise WorkloadError(
+        raise click.UsageError(
             "--trace brings its own arrivals and prompts: leave out --rate and --prompts"
         )
     if given["api"] == "chat" and not given["prompts"]:
-        raise WorkloadError(
+        raise click.UsageError(
             "random and trace prompts are token ids, which chat cannot take: use --api completions"
         )
     if given["shots"] and not given["prompts"]:
-        raise WorkloadError("--shots needs --prompts")
+        raise click.UsageError("--shots needs --prompts")
 
 
 def _lengths(given: dict[str, Any], side: str) -> Lengths:

@@ -31,7 +31,7 @@ def print_runs(console: Console, runs: Sequence[Run]) -> None:
     console.print(_rates(runs, summaries))
     console.print(_latencies(summaries))
     console.print(_lengths(summaries))
-    _print_failures(console, summaries)
+    print_failures(console, summaries)
     _print_shares(console, summaries)
 
 
@@ -75,7 +75,8 @@ def _quantile(found: Sequence[Distribution], name: str, scale: float) -> str:
     return spread_cell(spread(values))
 
 
-def _print_failures(console: Console, summaries: Sequence[RunSummary]) -> None:
+def print_failures(console: Console, summaries: Sequence[RunSummary]) -> None:
+    """How many requests failed, and of each kind one example."""
     total = sum(s.requests for s in summaries)
     succeeded = sum(s.succeeded for s in summaries)
     console.print(f"requests {total}, succeeded {succeeded}, failed {total - succeeded}")

@@ -5,7 +5,6 @@ answer stands in the prompt. *Open*: a story, of which nothing does. Every promp
 before the clock runs, so that the figures are those of decoding.
 """
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +12,8 @@ from pathlib import Path
 
 from kvasir.bench.machine import memory_bandwidth
 from kvasir.bench.stats import Record, Spread, spread
-from kvasir.bench.trial import Progress, Trial, in_turns, paired_ratios, trial
-from kvasir.bench.workload import Prompt, RequestSpec, WorkloadError
+from kvasir.bench.trial import Progress, Trial, in_turns, paired_ratios, run_name, trial
+from kvasir.bench.workload import Prompt, RequestSpec, WorkloadError, json_rows, text_field
 from kvasir.worker.contracts import Runner
 from kvasir.worker.limits import SchedulerConfig
 from kvasir.worker.speculation.config import SpeculationConfig
@@ -95,16 +94,8 @@ TEXTS = (Text("edit", edit_prompt), Text("open", open_prompt))
 def text_of_file(path: Path) -> Text:
     """Prompts of a file with a row ``{"prompt": "..."}`` each; WorkloadError if it has none."""
     prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
-            prompt = None
-        if not isinstance(prompt, str) or not prompt:
-            raise WorkloadError(f'{path}:{number}: expected a row {{"prompt": "text"}}')
-        prompts.append(prompt)
+    for number, row in json_rows(path, "prompt"):
+        prompts.append(text_field(f"{path}:{number}", row, "prompt"))
     if not prompts:
         raise WorkloadError(f"{path}: no prompts in this file")
     return Text(path.name, lambda rng: rng.choice(prompts))
@@ -143,7 +134,7 @@ def measure(
             found: dict[str, list[_Measured]] = {mode: [] for mode in MODES}
             bandwidth = []
             for run in range(-1, runs):
-                say(f"{text.name}, batch {batch}, run {run + 1} of {runs}")
+                say(f"{text.name}, batch {batch}, {run_name(run, runs)}")
                 specs = _specs(work, text, batch, run)
                 bandwidth.append(memory_bandwidth())
                 for mode in in_turns(MODES, run):

@@ -7,9 +7,9 @@ import click
 
 from kvasir.bench.in_process import load, model_options
 from kvasir.bench.options import COUNT, FILE, common_options
+from kvasir.bench.refusals import blaming
 from kvasir.bench.report import output, print_header, progress, spread_cell, table
 from kvasir.bench.stats import spread
-from kvasir.bench.workload import WorkloadError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +37,13 @@ _COMMAND = "kvasir bench speculation"
     show_default=True,
     help="Requests at once; may be given more than once.",
 )
-@click.option("--output-len", type=COUNT, default=128, show_default=True)
+@click.option(
+    "--output-len",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Tokens; those after the first are timed.",
+)
 @click.option(
     "--prompts", type=FILE, help='JSON lines {"prompt": "..."} instead of our own prompts.'
 )
@@ -55,10 +61,8 @@ def speculation(**given: Any) -> None:
     from kvasir.worker.speculation.config import Method, SpeculationConfig
 
     console = output()
-    try:
+    with blaming("--prompts"):
         texts = TEXTS if given["prompts"] is None else (text_of_file(given["prompts"]),)
-    except WorkloadError as error:
-        raise click.ClickException(str(error)) from None
     settings = SpeculationConfig(Method(given["method"]), given["draft_tokens"])
     with progress() as say:
         bench = load(given, say, kv_cache_memory=1024**3, speculative_method=given["method"])

@@ -24,13 +24,13 @@ from typing import Any, Self
 import aiohttp
 
 from kvasir.bench.metrics import Samples, parse_metrics
-from kvasir.bench.process import Process, StackError, State
+from kvasir.bench.process import Process, RefusedStartError, StackError, State
 from kvasir.router.config import RouterConfig
 from kvasir.worker.config import WorkerConfig
 
 _POLL_S = 0.05
 
-__all__ = ["Stack", "StackError"]
+__all__ = ["RefusedStartError", "Stack", "StackError"]
 
 
 class Stack:

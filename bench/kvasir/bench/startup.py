@@ -6,7 +6,7 @@ again after it has served requests that fill its largest step.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -28,13 +28,17 @@ _VOCABULARY = 128
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start. Sizes are bytes; ``serving`` is the resident size after requests."""
+    """One start. Sizes are bytes; ``serving`` is the resident size after requests.
+
+    ``computes``: with what, and how, as the worker has said; see Process.computes.
+    """
 
     ready_s: float
     weights: int
     kv: int
     resident: int
     serving: int
+    computes: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ async def measure(worker: WorkerConfig, runs: int, seed: int, progress: Progress
     """One start after the other.
 
     Raises:
+        RefusedStartError: the worker refused its configuration.
         StackError: the worker did not start, or a request failed.
     """
     starts = []
@@ -103,6 +108,7 @@ async def _start(stack: Stack, worker: WorkerConfig, random: Random) -> Start:
         kv=int(before.total(_HELD, part="kv")),
         resident=int(before.total(_RESIDENT)),
         serving=int(after.total(_RESIDENT)),
+        computes=stack.worker(name).computes(),
     )
 
 

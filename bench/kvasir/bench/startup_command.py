@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvasir.bench.in_process import model_options
+from kvasir.bench.in_process import computing, model_options
 from kvasir.bench.machine import describe_machine, memory_bandwidth
 from kvasir.bench.options import common_options
+from kvasir.bench.refusals import bad_model
 from kvasir.bench.report import (
     number,
     output,
@@ -35,7 +36,7 @@ def startup(**given: Any) -> None:
 
     A worker process behind a router, started anew in every run.
     """
-    from kvasir.bench.stack import StackError
+    from kvasir.bench.stack import RefusedStartError, StackError
     from kvasir.bench.startup import measure, summarize
     from kvasir.worker.config import WorkerConfig
 
@@ -43,15 +44,22 @@ def startup(**given: Any) -> None:
     worker = WorkerConfig(worker_id="bench", **{name: given[name] for name in names})
     machine = describe_machine()
     memory = memory_bandwidth()
-    settings = {name: given[name] for name in (*names, "seed", "runs")}
     console = output()
-    print_header(console, _COMMAND, machine, {**settings, "memory GB/s": number(memory)})
     try:
         with progress() as say:
             starts = asyncio.run(measure(worker, given["runs"], given["seed"], say))
+    except RefusedStartError as error:
+        raise bad_model(error.line) from None
     except StackError as error:
         raise click.ClickException(str(error)) from None
     figure = summarize(starts)
+    settings = {
+        "model": worker.model,
+        **computing(starts[0].computes),
+        "seed": given["seed"],
+        "runs": given["runs"],
+    }
+    print_header(console, _COMMAND, machine, {**settings, "memory GB/s": number(memory)})
     _print(console, figure)
     if given["json_file"] is not None:
         report = {"command": _COMMAND, "machine": machine, "settings": settings}

@@ -71,6 +71,12 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values))
 
 
+def spread_of_known(values: Iterable[float | None]) -> Spread | None:
+    """Over the runs that have a value; None if no run has one."""
+    known = _present(values)
+    return spread(known) if known else None
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """What became of one request. Instants are seconds on one clock.

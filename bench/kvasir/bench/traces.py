@@ -9,13 +9,16 @@ Two public formats, told apart by the file's name:
 """
 
 import csv
-import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvasir.bench.workload import Prompt, RequestSpec, TokenSource, WorkloadError
+from kvasir.bench.workload import Prompt, RequestSpec, TokenSource, WorkloadError, json_row
+
+_MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 MOONCAKE_BLOCK = 512
 """Prompt tokens that one hash id of the Mooncake traces stands for."""
@@ -55,13 +58,18 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
     if reader is None:
         raise WorkloadError(f"{path}: a trace is a .jsonl (Mooncake) or .csv (Azure) file")
     rows: list[TraceRow] = []
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        for number, row in reader(path, file):
-            if rows and row.at < rows[-1].at:
-                raise WorkloadError(f"{path}:{number}: earlier than the line before it")
-            rows.append(row)
-            if limit is not None and len(rows) == limit:
-                break
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            for number, row in reader(path, file):
+                if rows and row.at < rows[-1].at:
+                    raise WorkloadError(f"{path}:{number}: earlier than the line before it")
+                rows.append(row)
+                if limit is not None and len(rows) == limit:
+                    break
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path}: not UTF-8 text ({error}); convert it") from None
+    except csv.Error as error:
+        raise WorkloadError(f"{path}: not CSV ({error})") from None
     if not rows:
         raise WorkloadError(f"{path}: no requests in this trace")
     start = rows[0].at
@@ -102,39 +110,40 @@ def _mooncake_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Trac
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        row = json_row(f"{path}:{number}", line, *_MOONCAKE_FIELDS)
         try:
-            row = json.loads(line)
             parsed = TraceRow(
                 at=float(row["timestamp"]) / 1000,
                 input_length=int(row["input_length"]),
                 output_length=int(row["output_length"]),
                 hash_ids=tuple(int(i) for i in row["hash_ids"]),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError):
             raise WorkloadError(
-                f"{path}:{number}: expected timestamp, input_length, output_length and hash_ids"
-                f" ({error!r})"
+                f"{path}:{number}: timestamp, input_length and output_length must be numbers, and"
+                " hash_ids a list of them"
             ) from None
         yield number, _checked(path, number, parsed)
 
 
 def _azure_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TraceRow]]:
     reader = csv.DictReader(lines)
-    expected = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
-    if not expected <= set(reader.fieldnames or ()):
+    if not set(_AZURE_COLUMNS) <= set(reader.fieldnames or ()):
         raise WorkloadError(
-            f"{path}:1: expected the columns {','.join(sorted(expected))}, found"
+            f"{path}:1: expected the columns {','.join(_AZURE_COLUMNS)}, found"
             f" {','.join(reader.fieldnames or ()) or 'none'}"
         )
     for row in reader:
         number = reader.line_num
+        if missing := [column for column in _AZURE_COLUMNS if not row[column]]:
+            raise WorkloadError(f"{path}:{number}: {', '.join(missing)} is missing")
         try:
             parsed = TraceRow(
                 at=_timestamp(row["TIMESTAMP"]),
                 input_length=int(row["ContextTokens"]),
                 output_length=int(row["GeneratedTokens"]),
             )
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise WorkloadError(f"{path}:{number}: {error}") from None
         yield number, _checked(path, number, parsed)
 
@@ -146,6 +155,8 @@ def _timestamp(text: str) -> float:
 
 
 def _checked(path: Path, number: int, row: TraceRow) -> TraceRow:
+    if not math.isfinite(row.at):
+        raise WorkloadError(f"{path}:{number}: its time must be a finite number")
     if row.input_length < 0 or row.output_length < 0:
         raise WorkloadError(f"{path}:{number}: lengths must not be negative")
     return row

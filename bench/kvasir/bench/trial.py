@@ -22,6 +22,11 @@ _TIMEOUT_S = 900.0
 _COMPLETE = (Finish.STOP, Finish.LENGTH)
 
 
+def run_name(run: int, runs: int) -> str:
+    """``run`` as people count, from 1; those below 0 are not measured."""
+    return f"run {run + 1} of {runs}" if run >= 0 else "warm-up"
+
+
 class TrialError(RuntimeError):
     """The engine failed or did not end; a trial has no figures then."""
 

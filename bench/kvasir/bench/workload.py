@@ -7,10 +7,10 @@ same lengths and its own tokens: a prefix cache is not warmed by the run before.
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Shape = Literal["fixed", "uniform", "lognormal"]
 
@@ -19,7 +19,14 @@ FIRST_TOKEN_ID = 1000
 
 
 class WorkloadError(ValueError):
-    """A file or setting that makes no workload; says which one and why."""
+    """A file or setting that makes no workload; says which one and why.
+
+    ``option`` is the one at fault, where it is another one than the file's.
+    """
+
+    def __init__(self, message: str, option: str = "") -> None:
+        super().__init__(message)
+        self.option = option
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,10 @@ class TokenSource:
 
     def __post_init__(self) -> None:
         if self.vocab_size <= FIRST_TOKEN_ID:
-            raise WorkloadError(f"vocabulary must be larger than {FIRST_TOKEN_ID} tokens")
+            raise WorkloadError(
+                f"a vocabulary of {self.vocab_size} tokens is too small: random prompts use ids"
+                f" from {FIRST_TOKEN_ID} on"
+            )
 
     def draw(self, label: object, count: int) -> tuple[int, ...]:
         """The same label gives the same tokens; other labels give unrelated ones."""
@@ -111,22 +121,50 @@ class Question:
     answer: str
 
 
+def read_text(path: Path) -> str:
+    """All of a text file; WorkloadError if it is none."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path}: not UTF-8 text ({error}); convert it") from None
+
+
+def json_rows(path: Path, *fields: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a JSON-lines file; WorkloadError at the first without all of
+    ``fields``. Empty lines are passed over."""
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            yield number, json_row(f"{path}:{number}", line, *fields)
+
+
+def json_row(place: str, line: str, *fields: str) -> dict[str, Any]:
+    """The object on one line; WorkloadError, naming ``place``, if it lacks one of ``fields``."""
+    wanted = f"each line is a JSON object with {', '.join(fields)}"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise WorkloadError(f"{place}: not JSON ({error}); {wanted}") from None
+    if not isinstance(row, dict):
+        raise WorkloadError(f"{place}: not a JSON object; {wanted}")
+    if missing := [field for field in fields if field not in row]:
+        raise WorkloadError(f"{place}: {', '.join(missing)} is missing; {wanted}")
+    return row
+
+
+def text_field(place: str, row: Mapping[str, Any], field: str) -> str:
+    """A field that must be text with something in it."""
+    value = row[field]
+    if not isinstance(value, str) or not value:
+        raise WorkloadError(f"{place}: {field} must be text, not {json.dumps(value)}")
+    return value
+
+
 def read_questions(path: Path) -> list[Question]:
     """Rows of a JSON-lines file with ``question`` and ``answer`` (the form of GSM8K)."""
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            question, answer = row["question"], row["answer"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise WorkloadError(
-                f"{path}:{number}: expected a JSON object with question and answer ({error!r})"
-            ) from None
-        if not isinstance(question, str) or not isinstance(answer, str):
-            raise WorkloadError(f"{path}:{number}: question and answer must be strings")
-        rows.append(Question(question, answer))
+    for number, row in json_rows(path, "question", "answer"):
+        place = f"{path}:{number}"
+        rows.append(Question(text_field(place, row, "question"), text_field(place, row, "answer")))
     if not rows:
         raise WorkloadError(f"{path}: no questions in this file")
     return rows
@@ -145,7 +183,11 @@ def question_requests(
     rows are the worked examples of all of them and are not asked."""
     examples, asked = questions[:shots], questions[shots:]
     if not asked:
-        raise WorkloadError(f"{shots} shots leave no question of {len(questions)} to ask")
+        raise WorkloadError(
+            f"{shots} worked examples leave no question of {len(questions)} to ask; lower it, or"
+            " add questions",
+            "--shots",
+        )
     return [
         RequestSpec(Prompt(text=few_shot(examples, asked[i % len(asked)].question)), max_tokens)
         for i in range(count)
