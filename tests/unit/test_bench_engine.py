@@ -186,6 +186,7 @@ def wanted(rivals: Path, **changes: Any) -> Wanted:
         "forms": ("full", "int8"),
         "against": RIVALS,
         "rivals": rivals,
+        "rival_limit_s": 60.0,
         "cache": rivals,
         "through_router": False,
     }
@@ -309,6 +310,27 @@ def test_a_rival_that_dies_has_failed_and_everybody_else_is_measured(
         "llama-cpp": values,
     }
     assert "out of memory" in written["lost"]["llama-cpp"]
+
+
+@pytest.mark.usefixtures("quick", "without_models")
+def test_a_rival_that_hangs_has_failed_and_everybody_else_is_measured(tmp_path: Path) -> None:
+    answering(tmp_path / "vllm-cpu")
+    install(
+        tmp_path / "llama-cpp",
+        """import time; print('{"version": "1"}', flush=True); time.sleep(600)""",
+    )
+    (tmp_path / "llama-cpp" / ".installed").touch()
+    report = tmp_path / "report.json"
+    code, printed = run(
+        *("--against", "vllm-cpu,llama-cpp", "--rivals", str(tmp_path), "--runs", "1"),
+        *("--forms", "full", "--rows", "run-16", "--json", str(report), "--rival-timeout", "5s"),
+    )
+    assert code == 1, printed
+    assert printed.count("llama-cpp gave no answer within 5 s and was ended") == 1
+    written: Mapping[str, Any] = json.loads(report.read_text())
+    (figure,) = written["figures"]
+    assert figure["failed"] == {"kvasir bfloat16": 0, "vllm-cpu": 0, "llama-cpp": 16}
+    assert [len(values) for values in figure["values"].values()] == [1, 1, 0]
 
 
 @pytest.mark.usefixtures("quick", "without_models")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvasir.bench.machine import Machine, describe_machine
-from kvasir.bench.options import Names, common_options, threads_option
+from kvasir.bench.options import DURATION, Names, common_options, threads_option
 from kvasir.bench.refusals import bad_model, blaming
 from kvasir.bench.report import output, print_header, progress, write_json
 from kvasir.bench.rival import RIVALS, RivalError
@@ -75,6 +75,14 @@ def _default_cache() -> Path:
     envvar="KVASIR_RIVALS",
     default=lambda: _default_cache() / "rivals",
     help=f"Where {_INSTALL} installs engines.  [default: ~/.cache/kvasir/rivals]",
+)
+@click.option(
+    "--rival-timeout",
+    type=DURATION,
+    default="15m",
+    show_default=True,
+    help="For a rival to start, and for each piece of its work. One that takes longer is ended: at "
+    "its start that is an error, later its rows have failed.",
 )
 @common_options
 @click.pass_context
@@ -166,6 +174,7 @@ def _wanted(given: Mapping[str, Any]) -> "Wanted":
         forms=given["forms"],
         against=given["against"],
         rivals=given["rivals"],
+        rival_limit_s=given["rival_timeout"],
         cache=_default_cache() / "models",
         through_router=given["through_router"],
     )

@@ -48,14 +48,16 @@ class Wanted:
     """Who is to take part. ``config`` has the model, dtype, threads and limits of all.
 
     ``forms``: keys of FORMS, at least one. ``against``: rivals' names. ``rivals``: where they are
-    installed; ``cache``: where the model goes in the layout that vLLM reads. ``through_router``:
-    also ask a worker of the first form over HTTP.
+    installed; ``rival_limit_s``: how long one may take to start or to answer; ``cache``: where the
+    model goes in the layout that vLLM reads. ``through_router``: also ask a worker of the first
+    form over HTTP.
     """
 
     config: WorkerConfig
     forms: Sequence[str]
     against: Sequence[str]
     rivals: Path
+    rival_limit_s: float
     cache: Path
     through_router: bool
 
@@ -201,7 +203,8 @@ class _Gathering:
             max_requests=config.max_running_requests,
             threads=config.threads,
         )
-        rival = self.stack.enter_context(Rival(installation, settings))
+        rival = Rival(installation, settings, self.wanted.rival_limit_s)
+        self.stack.enter_context(rival)
         self.versions[name] = rival.version
         return Contender(name, RivalEngine(name, rival, self.lost))
 

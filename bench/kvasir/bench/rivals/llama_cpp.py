@@ -1,4 +1,4 @@
-"""llama.cpp behind the JSON lines of this package, through llama-cpp-python's low-level API.
+"""llama.cpp, for run.py, through llama-cpp-python's low-level API.
 
 Run by the Python of llama-cpp's own environment, never by Kvasir's: it imports llama_cpp, numpy
 (which comes with it) and the standard library only. Requests run together as llama.cpp's own
@@ -9,37 +9,20 @@ begins alike takes it over.
 
 import hashlib
 import importlib
-import json
 import os
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
-lib: Any = None
-"""The module llama_cpp; main imports it when stdout is taken, because it may print."""
+lib: Any = importlib.import_module("llama_cpp")
+"""Untyped, and not installed where this file is checked."""
 
 _FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 """llama_ftype in llama.h."""
-
-
-def main() -> None:
-    global lib  # noqa: PLW0603 - see above
-    settings = json.loads(sys.argv[1])
-    out = _take_stdout()
-    lib = importlib.import_module("llama_cpp")
-    lib.llama_backend_init()
-    path = Path(settings["model"])
-    if settings["dtype"] != "stored":
-        path = _converted(path, settings["dtype"], settings["threads"])
-    engine = Engine(path, settings)
-    _say(out, {"ready": True, "version": lib.__version__})
-    for line in sys.stdin:
-        work = json.loads(line)
-        _say(out, {"times": engine.generate(work["prompts"], work["max_tokens"])})
 
 
 def _converted(path: Path, dtype: str, threads: int) -> Path:
@@ -88,10 +71,15 @@ class Request:
         return self.known[len(self.sequence.tokens) :]
 
 
-class Engine:
-    """A model and a context of llama.cpp."""
+class Rival:
+    """A model and a context of llama.cpp, ready."""
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        lib.llama_backend_init()
+        self.version: str = lib.__version__
+        path = Path(settings["model"])
+        if settings["dtype"] != "stored":
+            path = _converted(path, settings["dtype"], settings["threads"])
         self._model = lib.llama_model_load_from_file(
             os.fsencode(path), lib.llama_model_default_params()
         )
@@ -175,19 +163,3 @@ class Engine:
             lib.llama_get_logits(self._context), shape=(rows, self._vocabulary)
         )
         return [int(token) for token in logits.argmax(axis=1)]
-
-
-def _take_stdout() -> TextIO:
-    """Keep stdout for messages; whatever llama.cpp prints goes to stderr."""
-    messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return messages
-
-
-def _say(out: TextIO, message: dict[str, Any]) -> None:
-    out.write(json.dumps(message) + "\n")
-    out.flush()
-
-
-if __name__ == "__main__":
-    main()
