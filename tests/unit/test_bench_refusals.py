@@ -37,7 +37,7 @@ def refused(*arguments: str) -> str:
             "max_model_len: 9000 is beyond the model's 8192 tokens; set it to at most 8192",
             "--input-len",
             "Invalid value for --input-len: prompt and output together: 9000 is beyond the model's "
-            "8192 tokens; lower it",
+            "8192 tokens; give less",
         ),
         (
             "max_model_len: 2048 is beyond the model's 512 tokens; set it to at most 512",

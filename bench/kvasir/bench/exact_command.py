@@ -13,7 +13,7 @@ from kvasir.bench.options import COUNT, FILE, common_options
 from kvasir.bench.refusals import bad_model, blaming
 from kvasir.bench.report import number, output, print_header, progress, table, write_json
 from kvasir.bench.scenarios import SCENARIOS, Setup
-from kvasir.bench.workload import read_questions
+from kvasir.bench.workload import Question, read_questions
 
 if TYPE_CHECKING:
     from kvasir.bench.exact import Result
@@ -48,9 +48,13 @@ def exact(ctx: click.Context, /, **given: Any) -> None:
     wrong, any answer failed, or a scenario's fault did not happen.
     """
     # Not before it is needed: these import torch.
+    from kvasir.bench.exact import check_enough
     from kvasir.bench.reference import MissingReferenceError
     from kvasir.worker.model.errors import ModelError
 
+    with blaming("--prompts"):
+        questions = read_questions(given["prompts"])
+        check_enough(len(questions), given["count"], given["shots"])
     console = output()
     machine = describe_machine()
     settings = {name: given[name] for name in ("model", "count", "max_tokens", "seed", "runs")} | {
@@ -62,7 +66,7 @@ def exact(ctx: click.Context, /, **given: Any) -> None:
     print_header(console, "kvasir bench exact", machine, settings)
     try:
         with progress() as say:
-            results, bandwidth = _measure(given, say)
+            results, bandwidth = _measure(given, questions, say)
     except ModelError as error:
         raise bad_model(str(error)) from None
     except MissingReferenceError as error:
@@ -81,13 +85,12 @@ def exact(ctx: click.Context, /, **given: Any) -> None:
         ctx.exit(1)
 
 
-def _measure(given: dict[str, Any], say: Callable[[str], None]) -> tuple[list["Result"], float]:
-    from kvasir.bench.exact import Oracle, build_cases, build_prompts, check_enough, run_scenario
+def _measure(
+    given: dict[str, Any], questions: Sequence[Question], say: Callable[[str], None]
+) -> tuple[list["Result"], float]:
+    from kvasir.bench.exact import Oracle, build_cases, build_prompts, run_scenario
     from kvasir.bench.reference import load_reference
 
-    with blaming("--prompts"):
-        questions = read_questions(given["prompts"])
-        check_enough(len(questions), given["count"], given["shots"])
     say("loading the reference")
     reference = load_reference(given["model"])
     prompts = build_prompts(questions, given["count"], given["shots"], given["seed"], reference)

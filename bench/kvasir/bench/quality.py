@@ -113,7 +113,7 @@ def draw_windows(tokens: Sequence[int], count: int, size: int, random: Random) -
     if len(tokens) < count * size:
         raise WorkloadError(
             f"the text has {len(tokens)} tokens, fewer than {count} windows of {size}; "
-            "give a longer text, or fewer or shorter windows"
+            "give a longer one, or lower --windows or --window"
         )
     places = random.sample(range(len(tokens) // size), count)
     return [list(tokens[place * size : (place + 1) * size]) for place in places]

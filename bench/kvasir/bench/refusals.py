@@ -46,7 +46,7 @@ def bad_model(message: str, lengths: str = "") -> click.BadParameter:
     problem, _, _ = text.rpartition("; ")
     match field:
         case "max_model_len" if lengths:
-            told = f"prompt and output together: {problem}; lower it"
+            told = f"prompt and output together: {problem}; give less"
             return click.BadParameter(told, param_hint=lengths)
         case "max_model_len" | "kv_cache_memory":
             lower = f", or lower {lengths}" if lengths and field == "kv_cache_memory" else ""
