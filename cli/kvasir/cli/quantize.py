@@ -48,7 +48,8 @@ def quantize(**given: Any) -> None:
         with progress() as say:
             run(url, output, sample, given["threads"], say)
     except ModelError as error:
-        raise InvalidInput(str(error)) from None
+        # Its fields are named as the options are; others are files of the model.
+        raise InvalidInput(f"--{error}" if error.field in given else str(error)) from None
     click.echo(f"wrote {output}")
     click.echo(f"serve it with model.source: {output.absolute().as_uri()}")
     click.echo("and model.quantization: int4")
@@ -58,4 +59,4 @@ def _read(text: Path | None) -> str | None:
     try:
         return None if text is None else text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"text: {text} is not UTF-8 ({error}); convert it") from None
+        raise InvalidInput(f"--text: {text} is not UTF-8 ({error}); convert it") from None
