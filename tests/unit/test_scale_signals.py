@@ -32,7 +32,7 @@ from kvasir.operator.signals import (
     parse_worker,
     remember,
 )
-from kvasir.router.metrics import RouterMetrics
+from kvasir.router.metrics import GenerationMetrics
 from kvasir.worker.contracts import Load
 from kvasir.worker.metrics import CacheConfig, Memory, WorkerMetrics
 
@@ -97,7 +97,7 @@ def test_what_a_worker_really_exports() -> None:
 
 def test_what_a_router_really_exports() -> None:
     registry = CollectorRegistry()
-    metrics = RouterMetrics(registry)
+    metrics = GenerationMetrics(registry)
     text = generate_latest(registry).decode()
     assert router_sample(text) == RouterSample(NOW, 0.0, 0.0, 0.0)
     with metrics.held(("decode",)), metrics.held(("prefill", "decode")):

@@ -23,7 +23,7 @@ from kvasir.router.contracts import (
 from kvasir.router.discovery import WorkersFile, WorkerSource
 from kvasir.router.fleet import Fleet
 from kvasir.router.kube_discovery import KubernetesWorkers
-from kvasir.router.metrics import RouterMetrics
+from kvasir.router.metrics import FleetMetrics, GenerationMetrics
 from kvasir.router.placement import Placer
 from kvasir.router.serving import QUEUE_RETRY_AFTER, Serving
 
@@ -42,8 +42,9 @@ class FleetDispatcher:
         rng = rng or random.Random()  # noqa: S311 - breaks ties; nothing secret depends on it
         self._config = config
         self._clock = clock
-        self._metrics = RouterMetrics(registry)
-        self._fleet = Fleet(config, _source(config), self._metrics, clock=clock, rng=rng)
+        self._metrics = GenerationMetrics(registry)
+        metrics = FleetMetrics(registry)
+        self._fleet = Fleet(config, _source(config), metrics, clock=clock, rng=rng)
         self._placer = Placer(self._fleet, config.disaggregation, rng)
         self._in_flight = 0
 

@@ -27,7 +27,7 @@ from kvasir.router.cost import Group
 from kvasir.router.discovery import WorkerAddress, WorkerSource
 from kvasir.router.fleet_model import FleetModel
 from kvasir.router.member import Member
-from kvasir.router.metrics import RouterMetrics
+from kvasir.router.metrics import FleetMetrics
 from kvasir.router.pools import Loads, Pools
 from kvasir.router.prefix_index import PrefixIndex
 from kvasir.router.worker_link import LOST_SECONDS, SUSPECT_SECONDS, WorkerLink, report_crash
@@ -46,7 +46,7 @@ class Fleet:
         self,
         config: RouterConfig,
         source: WorkerSource,
-        metrics: RouterMetrics,
+        metrics: FleetMetrics,
         *,
         clock: Callable[[], float],
         rng: random.Random,

@@ -15,8 +15,8 @@ HeldRole = Literal["prefill", "decode"]
 STATES = ("connecting", "ready", "incompatible", "draining", "lost")
 
 
-class RouterMetrics:
-    """What the dispatcher and the fleet count."""
+class GenerationMetrics:
+    """What the dispatcher counts of generations."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.in_flight = Gauge(
@@ -55,6 +55,23 @@ class RouterMetrics:
             ["decision"],
             registry=registry,
         )
+
+    @contextmanager
+    def held(self, roles: Sequence[HeldRole]) -> Iterator[None]:
+        """Counts a request as held while the block runs."""
+        for role in roles:
+            self._held.labels(role).inc()
+        try:
+            yield
+        finally:
+            for role in roles:
+                self._held.labels(role).dec()
+
+
+class FleetMetrics:
+    """What the fleet counts of workers, and of the prefix index that it keeps of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.index_bytes = Gauge(
             "kvasir_router_prefix_index_bytes",
             "Estimated memory of the prefix index.",
@@ -89,17 +106,6 @@ class RouterMetrics:
             ["worker"],
             registry=registry,
         )
-
-    @contextmanager
-    def held(self, roles: Sequence[HeldRole]) -> Iterator[None]:
-        """Counts a request as held while the block runs."""
-        for role in roles:
-            self._held.labels(role).inc()
-        try:
-            yield
-        finally:
-            for role in roles:
-                self._held.labels(role).dec()
 
     def count_workers(self, by_state: Mapping[str, int]) -> None:
         for state in STATES:

@@ -40,7 +40,7 @@ from kvasir.router.convert import (
 )
 from kvasir.router.cost import Group
 from kvasir.router.fleet import Fleet
-from kvasir.router.metrics import RouterMetrics
+from kvasir.router.metrics import GenerationMetrics
 from kvasir.router.placement import Placement, Placer
 from kvasir.router.worker_link import Ending
 
@@ -72,7 +72,7 @@ class Serving:
         config: RouterConfig,
         fleet: Fleet,
         placer: Placer,
-        metrics: RouterMetrics,
+        metrics: GenerationMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._generation = generation
