@@ -113,8 +113,8 @@ def _prompt_tokens(view: View, throughput: Throughput) -> Need:
         requests=sum(one.requests for one in known),
     )
     evidence = view.settings.throughput_evidence
-    measured = throughput.busy >= evidence and throughput.tokens > 0
-    speed = throughput.tokens / throughput.busy if measured else None
+    measured = throughput.tokens / throughput.busy if throughput.busy >= evidence else 0.0
+    speed = measured or None  # the least token counts are so small that the quotient is 0
     inputs = dict(zip(_INPUTS, (demand.arriving, demand.queued, speed), strict=True))
     text = f"{demand.arriving:.0f} prompt tokens/s arrive and {demand.queued:.0f} are queued"
     if demand.arriving == demand.queued == 0:
