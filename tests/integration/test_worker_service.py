@@ -1,70 +1,25 @@
-"""The Engine service over a real socket: sessions, refusals, drain, roles, health, metrics."""
+"""The Engine service over a real socket: information, sessions, requests and refusals."""
 
-import asyncio
 import hashlib
 import math
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
-from helpers.fake_runner import FakeRunner, expected_tokens
 from helpers.local_worker import (
-    BLOCK_SIZE,
     MAX_MODEL_LEN,
     VOCAB_SIZE,
     LocalWorker,
     RouterSession,
-    eventually,
     local_worker,
     make_submit,
     router_session,
     token_ids,
 )
-from helpers.recorders import Recorder
-from kvasir.proto.blocks import block_hashes
-from kvasir.proto.process import join_host_port
-from kvasir.proto.sampling import SamplingParams
+from helpers.worker_service import PROMPT, GatedRunner, SlowRunner, ending, expected
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
-from kvasir.worker.contracts import Request, StepPlan, StepResult, Work
-from kvasir.worker.health import LOOP_PATIENCE, STEP_PATIENCE, Health, HealthServer
-from kvasir.worker.service import session as session_module
-
-PROMPT = [3 * i % VOCAB_SIZE for i in range(50)]
-
-
-def expected(prompt: list[int], max_tokens: int = 8) -> list[int]:
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return expected_tokens(Request("any", tuple(prompt), sampling), VOCAB_SIZE)
-
-
-class SlowRunner(FakeRunner):
-    """A step takes 5 ms, as a real one might."""
-
-    def __init__(self) -> None:
-        super().__init__(256, BLOCK_SIZE, VOCAB_SIZE)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        time.sleep(0.005)
-        return super().execute(plan)
-
-
-class GatedRunner(FakeRunner):
-    """No step ends before the gate is open."""
-
-    def __init__(self) -> None:
-        super().__init__(256, BLOCK_SIZE, VOCAB_SIZE)
-        self.gate = threading.Event()
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        assert self.gate.wait(60)
-        return super().execute(plan)
 
 
 @pytest.fixture
@@ -89,20 +44,6 @@ async def test_every_method_is_served(worker: LocalWorker) -> None:
                 assert await ending(multi(b"")) is not grpc.StatusCode.UNIMPLEMENTED, (
                     method.full_name
                 )
-
-
-class Readable(Protocol):
-    async def read(self) -> object: ...
-
-
-async def ending(call: Readable) -> grpc.StatusCode:
-    """Read to the end, and say how it ended."""
-    try:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
 
 
 # --- information -----------------------------------------------------------------------------
@@ -321,264 +262,3 @@ async def test_an_unknown_message_is_ignored(session: RouterSession) -> None:
 async def test_the_load_is_reported_while_idle(session: RouterSession) -> None:
     await session.until(lambda: len(session.loads) >= 3)
     assert session.loads[-1].running == 0
-
-
-# --- KV events -------------------------------------------------------------------------------
-
-
-async def test_events_and_snapshot_tell_the_same(
-    worker: LocalWorker, session: RouterSession
-) -> None:
-    await session.send(submit=make_submit("r", PROMPT))
-    tokens = PROMPT + token_ids(await session.finished("r"))
-    await session.send(snapshot_request=pb.SnapshotRequest())
-    await session.until(lambda: bool(session.snapshots))
-    stored = {
-        block
-        for batch in session.events
-        for event in batch.events
-        for block in event.stored.block_hashes
-    }
-    whole = set(block_hashes(tokens[:-1], BLOCK_SIZE))
-    assert stored == whole
-    assert set(session.snapshots[0].block_hashes) == whole
-    assert session.snapshots[0].last
-    last = session.events[-1]
-    assert session.snapshots[0].sequence == last.first_sequence + len(last.events) - 1
-    assert session.events[0].first_sequence == 1
-
-
-async def test_a_snapshot_may_be_larger_than_what_may_be_left_unread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(session_module, "_SNAPSHOT_HASHES", 10)
-    async with (
-        local_worker(max_session_bytes=5000) as worker,
-        router_session(worker.stub) as session,
-    ):
-        for number in range(5):
-            prompt = [number, *([1] * 200)]
-            await session.send(submit=make_submit(f"r{number}", prompt, max_tokens=1))
-            await session.finished(f"r{number}")
-        await session.send(snapshot_request=pb.SnapshotRequest())
-        await session.until(lambda: bool(session.snapshots) and session.snapshots[-1].last)
-        assert len(session.snapshots) == 25
-        assert sum(len(part.block_hashes) for part in session.snapshots) == 5 * 50
-        assert sum(part.ByteSize() for part in session.snapshots) > 5000
-        assert [part.last for part in session.snapshots] == [False] * 24 + [True]
-
-
-async def test_a_snapshot_comes_before_the_events_that_follow_it(
-    worker: LocalWorker, session: RouterSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long the loop takes to look at the snapshot that it has asked for."""
-    engine = worker.server.engine
-    snapshot = engine.snapshot
-
-    def slow_snapshot(tell: Callable[[int, list[bytes]], None]) -> None:
-        snapshot(tell)
-        sink = Recorder()
-        sampling = SamplingParams(temperature=0, max_tokens=1)
-        assert engine.submit(Request("meanwhile", tuple(PROMPT), sampling), sink) is None
-        sink.wait_finished("meanwhile")
-
-    monkeypatch.setattr(engine, "snapshot", slow_snapshot)
-    await session.send(snapshot_request=pb.SnapshotRequest())
-    await session.until(lambda: bool(session.events))
-    assert next(kind for kind in session.order if kind.startswith("kv_")) == "kv_snapshot"
-    assert session.snapshots == [pb.KvSnapshot(sequence=0, last=True)]
-
-
-async def test_a_snapshot_of_nothing(session: RouterSession) -> None:
-    await session.send(snapshot_request=pb.SnapshotRequest())
-    await session.until(lambda: bool(session.snapshots))
-    assert session.snapshots == [pb.KvSnapshot(sequence=0, last=True)]
-
-
-# --- slow routers ----------------------------------------------------------------------------
-
-
-async def test_a_router_that_does_not_read_costs_only_itself(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with local_worker(max_session_bytes=100_000) as worker:
-        call = worker.stub.Session()
-        await call.write(pb.RouterMessage(hello=pb.Hello(router_id="slow")))
-        await call.read()
-        async with router_session(worker.stub) as session:
-            number = 0
-            # Prompt logprobs make large outputs; nobody reads them.
-            while "ended" not in caplog.text and number < 2000:
-                prompt = [number % VOCAB_SIZE, *([1] * 300)]
-                submit = make_submit(
-                    f"s{number}", prompt, max_tokens=1, logprobs=20, prompt_logprobs=20
-                )
-                await call.write(pb.RouterMessage(submit=submit))
-                number += 1
-                await asyncio.sleep(0.002)
-            await session.send(submit=make_submit("r", PROMPT))
-            assert token_ids(await session.finished("r")) == expected(PROMPT)
-            assert await ending(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await worker.settled()
-
-
-# --- drain -----------------------------------------------------------------------------------
-
-
-async def test_drain_refuses_new_and_finishes_accepted(
-    worker: LocalWorker, session: RouterSession
-) -> None:
-    await session.send(submit=make_submit("before", PROMPT, max_tokens=200))
-    await session.until(lambda: "before" in session.outputs)
-    status = await worker.stub.Drain(pb.DrainRequest())
-    assert status.draining
-    await session.until(lambda: session.loads[-1].draining)
-    await session.send(submit=make_submit("after", PROMPT))
-    refused = await session.finished("after")
-    assert refused[-1].refusal.reason == pb.REFUSAL_REASON_DRAINING
-    assert token_ids(await session.finished("before")) == expected(PROMPT, 200)
-    status = await worker.stub.Undrain(pb.UndrainRequest())
-    assert not status.draining
-    await session.send(submit=make_submit("again", PROMPT))
-    assert token_ids(await session.finished("again")) == expected(PROMPT)
-
-
-async def test_a_terminating_worker_delivers_all_before_it_stops() -> None:
-    runner = SlowRunner()
-    async with (
-        local_worker(worker_id="slow", runner=runner) as worker,
-        router_session(worker.stub) as session,
-    ):
-        await session.send(submit=make_submit("r", PROMPT, max_tokens=50))
-        await session.until(lambda: "r" in session.outputs)
-        await worker.server.drain(30)
-        assert (await worker.stub.Undrain(pb.UndrainRequest())).draining
-        await worker.server.stop()
-        assert token_ids(await session.finished("r")) == expected(PROMPT, 50)
-        assert await session.call.code() is grpc.StatusCode.OK
-
-
-async def test_a_drain_ends_at_its_deadline() -> None:
-    async with (
-        local_worker(worker_id="slow", runner=SlowRunner()) as worker,
-        router_session(worker.stub) as session,
-    ):
-        await session.send(submit=make_submit("r", PROMPT, max_tokens=340))
-        await session.until(lambda: "r" in session.outputs)
-        await worker.server.drain(0.05)
-        assert worker.server.engine.load().running == 1
-
-
-async def test_a_request_counts_from_its_acceptance_to_the_end_of_its_hold() -> None:
-    """An operator that sees nothing running or waiting may end this worker."""
-    runner = GatedRunner()
-    async with local_worker(runner=runner) as worker, router_session(worker.stub) as session:
-
-        async def seen() -> tuple[int, float]:
-            status = await worker.stub.Drain(pb.DrainRequest())
-            shown = sum(
-                worker.metric(f"vllm:num_requests_{state}", model_name="smollm2")
-                for state in ("running", "waiting")
-            )
-            return status.running + status.waiting, shown
-
-        hold = Recorder()
-        request = Request("lent", tuple(PROMPT), SamplingParams(max_tokens=1), work=Work.PREFILL)
-        assert worker.server.engine.submit(request, hold) is None
-        await session.send(submit=make_submit("r", PROMPT))
-        await eventually(lambda: worker.server.engine.load().waiting == 2)
-        assert await seen() == (2, 2)
-        assert worker.metric("kvasir_worker_queued_prefill_tokens", model_name="smollm2") == 100
-        runner.gate.set()
-        await session.finished("r")
-        await asyncio.to_thread(hold.wait_finished, "lent")
-        await eventually(lambda: worker.server.engine.load().running == 1)
-        assert await seen() == (1, 1)
-        worker.server.engine.release("lent")
-        await worker.settled()
-        assert await seen() == (0, 0)
-
-
-# --- health and metrics ----------------------------------------------------------------------
-
-
-def get(port: int, path: str) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-async def test_either_address_family_is_served(host: str) -> None:
-    server = HealthServer(host, 0, Health())
-    try:
-        url = f"http://{join_host_port(host, server.port)}/health"
-        status = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).status)
-        assert status == 200
-    finally:
-        await asyncio.to_thread(server.stop)
-    async with local_worker(host=host) as worker:
-        assert worker.server.port
-
-
-def test_only_what_hangs_is_not_alive() -> None:
-    now = step = 0.0
-    health = Health(clock=lambda: now)
-    health.step_seconds = lambda: step
-    alive = [health.alive]
-    now, step = LOOP_PATIENCE, STEP_PATIENCE
-    alive.append(health.alive)
-    now = LOOP_PATIENCE + 1
-    alive.append(health.alive)
-    health.beat()
-    alive.append(health.alive)
-    step = STEP_PATIENCE + 1
-    alive.append(health.alive)
-    assert alive == [True, True, False, True, False]
-
-
-async def test_the_http_server(worker: LocalWorker, session: RouterSession) -> None:
-    await session.send(submit=make_submit("r", PROMPT))
-    await session.finished("r")
-    now = 0.0
-    health = Health(clock=lambda: now)
-    server = HealthServer("127.0.0.1", 0, health)
-    try:
-        assert await asyncio.to_thread(get, server.port, "/health") == (200, b"")
-        assert await asyncio.to_thread(get, server.port, "/ready") == (503, b"")
-        health.ready = True
-        assert await asyncio.to_thread(get, server.port, "/ready") == (200, b"")
-        assert (await asyncio.to_thread(get, server.port, "/other"))[0] == 404
-        server.publish(worker.server.metrics.registry)
-        status, body = await asyncio.to_thread(get, server.port, "/metrics")
-        assert status == 200
-        now = 31.0
-        assert await asyncio.to_thread(get, server.port, "/health") == (503, b"")
-        assert await asyncio.to_thread(get, server.port, "/ready") == (503, b"")
-    finally:
-        await asyncio.to_thread(server.stop)
-    text = body.decode()
-    for line in (
-        'vllm:num_requests_running{model_name="smollm2"} 0.0',
-        'vllm:num_requests_waiting{model_name="smollm2"} 0.0',
-        'vllm:kv_cache_usage_perc{model_name="smollm2"} 0.0',
-        'kvasir_worker_kv_slots{model_name="smollm2",state="internal_waste"} 0.0',
-        'kvasir_worker_kv_waste_ratio{model_name="smollm2"} 0.0',
-        'kvasir_worker_kv_block_table_entries{model_name="smollm2"} 0.0',
-        'vllm:prefix_cache_queries_total{model_name="smollm2"} 50.0',
-        'vllm:prefix_cache_hits_total{model_name="smollm2"} 0.0',
-        'vllm:num_preemptions_total{model_name="smollm2"} 0.0',
-        'vllm:time_to_first_token_seconds_count{model_name="smollm2"} 1.0',
-        'vllm:inter_token_latency_seconds_count{model_name="smollm2"} 7.0',
-        'kvasir_worker_prefill_tokens_total{model_name="smollm2"} 50.0',
-        'kvasir_kv_transfer_total{outcome="ok"} 0.0',
-        'kvasir_kv_transfer_bytes_total{direction="sent"} 0.0',
-        "kvasir_kv_transfer_seconds_count 0.0",
-        "kvasir_kv_transfer_queue_seconds_count 0.0",
-        "kvasir_kv_transfer_compute_seconds_count 0.0",
-    ):
-        assert f"\n{line}\n" in text
-    assert 'vllm:cache_config_info{block_size="4",' in text
