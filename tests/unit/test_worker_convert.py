@@ -1,4 +1,4 @@
-"""From the wire to the worker's contracts, where all is checked, and back."""
+"""Submits from routers: what becomes of each, and what is refused by name."""
 
 import math
 from collections.abc import Callable
@@ -9,54 +9,21 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.worker_messages import LIMITS, submit
 from kvasir.proto.errors import Reason, Refusal
-from kvasir.proto.sampling import SamplingParams, TokenLogprobs
+from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
-from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
 from kvasir.worker.contracts import (
     BeamParams,
-    BlocksRemoved,
-    BlocksStored,
     Finish,
     Hypothesis,
-    KvUsage,
-    Load,
     Output,
     PrefillOutcome,
     PrefillReport,
     Work,
 )
-from kvasir.worker.service.convert import (
-    events_proto,
-    load_proto,
-    output_proto,
-    refused_proto,
-)
-from kvasir.worker.service.requests import (
-    Limits,
-    Peer,
-    read_peer,
-    read_prefill,
-    read_submit,
-)
-
-LIMITS = Limits(vocab_size=1000, max_model_len=100, block_size=16)
-
-
-def sampling() -> pb.SamplingParams:
-    return pb.SamplingParams(
-        top_p=1, repetition_penalty=1, max_tokens=10, logprobs=-1, prompt_logprobs=-1
-    )
-
-
-def submit() -> pb.Submit:
-    return pb.Submit(request_id="r1", prompt_token_ids=[1, 2, 999], sampling=sampling())
-
-
-def prefill() -> kv_pb.PrefillRequest:
-    return kv_pb.PrefillRequest(
-        request_id="r1", token_ids=range(40), num_output_tokens=3, sampling=sampling()
-    )
+from kvasir.worker.service.convert import output_proto
+from kvasir.worker.service.requests import read_submit
 
 
 def test_a_submit_becomes_a_request() -> None:
@@ -97,7 +64,6 @@ def test_no_deadline_is_none() -> None:
 
 
 Spoil = Callable[[pb.Submit], object]
-
 SPOILED: list[tuple[str, Spoil]] = [
     ("request_id", lambda m: setattr(m, "request_id", "")),
     ("request_id", lambda m: setattr(m, "request_id", "x" * 257)),
@@ -211,166 +177,6 @@ def test_any_submit_is_a_request_or_a_refusal(data: bytes) -> None:
     if not isinstance(answer, Refusal):
         assert max(answer.prompt_ids + answer.output_ids) < LIMITS.vocab_size
         assert math.isfinite(answer.sampling.temperature)
-
-
-# --- peers -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1:5000", "worker-0.svc:1", "[::1]:65535"])
-def test_a_peer_is_read(address: str) -> None:
-    message = pb.PrefillPeer(worker_id="p", address=address, epoch="e")
-    assert read_peer(message) == Peer("p", address, "e")
-
-
-@pytest.mark.parametrize(
-    ("address", "epoch", "param"),
-    [
-        ("", "e", "prefill.address"),
-        ("host", "e", "prefill.address"),
-        (":1", "e", "prefill.address"),
-        ("host:0", "e", "prefill.address"),
-        ("host:65536", "e", "prefill.address"),
-        ("host:1x", "e", "prefill.address"),
-        ("unix:/run/x.sock", "e", "prefill.address"),
-        ("unix:/run/x:5", "e", "prefill.address"),
-        ("host:1", "", "prefill.epoch"),
-    ],
-)
-def test_a_bad_peer_is_refused(address: str, epoch: str, param: str) -> None:
-    refusal = read_peer(pb.PrefillPeer(address=address, epoch=epoch))
-    assert isinstance(refusal, Refusal)
-    assert refusal.param == param
-
-
-# --- prefill requests ------------------------------------------------------------------------
-
-
-def test_a_prefill_becomes_a_request() -> None:
-    message = prefill()
-    message.num_cached_tokens = 32
-    request = read_prefill(message, LIMITS, deadline=9.0)
-    assert not isinstance(request, Refusal)
-    assert request.prompt_ids == tuple(range(37))
-    assert request.output_ids == (37, 38, 39)
-    assert (request.work, request.skip_tokens, request.deadline) == (Work.PREFILL, 32, 9.0)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("num_cached_tokens", 15),
-        ("num_cached_tokens", 48),
-        ("num_output_tokens", 40),
-        ("num_output_tokens", 41),
-        ("request_id", ""),
-        ("cache_salt", bytes(1025)),
-    ],
-)
-def test_a_bad_prefill_is_refused(field: str, value: object) -> None:
-    message = prefill()
-    setattr(message, field, value)
-    refusal = read_prefill(message, LIMITS, deadline=None)
-    assert isinstance(refusal, Refusal)
-    assert refusal.reason is Reason.INVALID_REQUEST
-
-
-def test_a_prefill_of_whole_blocks_computes_the_last_token() -> None:
-    message = prefill()
-    del message.token_ids[32:]
-    message.num_cached_tokens = 32
-    assert isinstance(read_prefill(message, LIMITS, deadline=None), Refusal)
-    message.num_cached_tokens = 16
-    assert not isinstance(read_prefill(message, LIMITS, deadline=None), Refusal)
-
-
-def test_sampling_survives_the_way_to_the_holder() -> None:
-    params = SamplingParams(
-        temperature=0.5,
-        top_p=0.25,
-        top_k=7,
-        min_p=0.125,
-        presence_penalty=1,
-        frequency_penalty=-1,
-        repetition_penalty=1.5,
-        logit_bias={3: 2.5},
-        seed=11,
-        max_tokens=9,
-        min_tokens=2,
-        ignore_eos=True,
-        stop_token_ids=frozenset({8, 9}),
-        logprobs=4,
-        prompt_logprobs=2,
-    )
-    message = prefill()
-    message.sampling.CopyFrom(params.to_proto())
-    request = read_prefill(message, LIMITS, deadline=None)
-    assert not isinstance(request, Refusal)
-    assert request.sampling == params
-
-
-# --- down ------------------------------------------------------------------------------------
-
-
-def test_an_output_becomes_a_message() -> None:
-    logprobs = TokenLogprobs(-0.5, 1, ((4, -0.5), (9, -2.0)))
-    output = Output(
-        "r1",
-        token_ids=(4,),
-        logprobs=(logprobs,),
-        finish=Finish.STOP,
-        prefill=PrefillReport(32, PrefillOutcome.RECOMPUTED, peer_fault=True),
-        prompt_logprobs=(None, logprobs),
-    )
-    message = output_proto(output, "p-0")
-    assert list(message.token_ids) == [4]
-    assert message.finish_reason == pb.FINISH_REASON_STOP
-    assert message.prefill == pb.PrefillReport(
-        cached_tokens=32,
-        outcome=pb.PREFILL_OUTCOME_RECOMPUTED,
-        prefill_worker_id="p-0",
-        peer_fault=True,
-    )
-    assert [m.rank for m in message.prompt_logprobs] == [0, 1]
-    assert TokenLogprobs.from_proto(message.logprobs[0]) == logprobs
-
-
-def test_an_output_without_news_has_no_finish() -> None:
-    message = output_proto(Output("r1", token_ids=(1,)))
-    assert message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
-    assert not message.HasField("prefill")
-    assert not message.HasField("refusal")
-
-
-def test_a_refusal_becomes_a_last_output() -> None:
-    refusal = Refusal(Reason.QUEUE_FULL, "Retry later.")
-    message = refused_proto("r1", refusal)
-    assert message.finish_reason == pb.FINISH_REASON_REFUSED
-    assert Refusal.from_proto(message.refusal) == refusal
-
-
-def test_events_keep_their_order_and_kind() -> None:
-    batch = events_proto(7, [BlocksStored(b"p", (b"a", b"b")), BlocksRemoved((b"a",))])
-    assert batch.first_sequence == 7
-    assert [event.WhichOneof("kind") for event in batch.events] == ["stored", "removed"]
-    assert batch.events[0].stored == pb.BlocksStored(parent_hash=b"p", block_hashes=[b"a", b"b"])
-
-
-def test_every_number_of_a_load_is_reported() -> None:
-    metrics_alone = {"drafts", "prefill_tokens", "busy_seconds"}
-    told_otherwise = metrics_alone | {"kv"}
-    fields = [name for name in Load.__dataclass_fields__ if name not in told_otherwise]
-    load = Load(
-        **{name: index for index, name in enumerate(fields, 1)}, kv=KvUsage(101, 102, 103, 104, 105)
-    )
-    report = load_proto(load, draining=True, role=pb.ROLE_DECODE)
-    assert {name: getattr(report, name) for name in fields} == {
-        name: index for index, name in enumerate(fields, 1)
-    }
-    assert (report.kv_slots_filled, report.kv_slots_reserved) == (101, 102)
-    assert (report.kv_slots_internal_waste, report.kv_slots_external_waste) == (103, 104)
-    assert report.kv_block_table_entries == 105
-    assert report.draining
-    assert report.role == pb.ROLE_DECODE
 
 
 def searching(width: int = 3, **fields: object) -> pb.Submit:
