@@ -1,4 +1,4 @@
-"""How single values of the resources are written: text, sizes, durations, amounts, sources.
+"""How objects and single values of the resources are written: text, sizes, durations, sources.
 
 Each annotation here makes one field's check in Python and the same check as CEL for the API
 server, from the same pattern, bounds and words, so that a file is refused alike in both places.
@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -23,6 +24,18 @@ from kvasir.operator.quantity import (
     parse_bytes,
     parse_duration,
 )
+
+
+class Strict(BaseModel):
+    """No conversions: ``replicas: "1"`` and ``replicas: true`` are errors, not one replica."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+    )
 
 
 def refuse(message: str) -> PydanticCustomError:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from kvasir.operator.fields import Text
-from kvasir.operator.modelservice import Strict
+from kvasir.operator.fields import Strict, Text
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Reason = Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
-from kvasir.operator.fields import Text, rules
+from kvasir.operator.fields import Strict, Text, rules
 from kvasir.operator.modelservice import (
     DNS_LABEL,
     DNS_LABEL_FORM,
@@ -17,7 +17,6 @@ from kvasir.operator.modelservice import (
     Metadata,
     Name,
     Replicas,
-    Strict,
 )
 
 KIND = "WorkerPool"
