@@ -34,7 +34,7 @@ float exponentials(const float* scores, int visible, float scale, float& greates
   for (int i = 0; i < whole; i += kLanes) top = max(top, load(scores + i));
   for (int i = 0; i < kBlock; i += kLanes) top = max(top, load(last + i));
   const float highest = std::max(greatest_so_far, greatest(top) * scale);
-  rescale = std::exp2(greatest_so_far - highest);
+  rescale = highest == greatest_so_far ? 1.0f : std::exp2(greatest_so_far - highest);
   greatest_so_far = highest;
   const Floats factor = broadcast(scale), shift = broadcast(-highest);
   Floats total = broadcast(0.0f);
