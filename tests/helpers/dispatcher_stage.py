@@ -8,7 +8,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from helpers.fake_worker import FakeWorker, Script
+from helpers.fake_script import Script
+from helpers.fake_worker import FakeWorker
 from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.router.config import Disaggregation, RouterConfig

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from helpers.dispatcher_stage import PROMPT, Stage, collect, generation, tokens, until
-from helpers.fake_worker import BLOCK_SIZE, Script, expected_tokens
+from helpers.fake_script import BLOCK_SIZE, Script, expected_tokens
 from kvasir.proto.sampling import SamplingParams
 from kvasir.router.contracts import Finished, FinishReason, TokenEvent
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from helpers.dispatcher_stage import PROMPT, Stage, collect, generation, refusal, tokens, until
-from helpers.fake_worker import BLOCK_SIZE, FakeWorker, FinishStyle, Script, expected_tokens
+from helpers.fake_script import BLOCK_SIZE, FinishStyle, Script, expected_tokens
+from helpers.fake_worker import FakeWorker
 from kvasir.proto.blocks import block_hashes
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.proto.v1 import engine_pb2 as pb

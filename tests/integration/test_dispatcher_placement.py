@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from helpers.dispatcher_stage import PROMPT, Stage, collect, generation, until
-from helpers.fake_worker import BLOCK_SIZE, Script
+from helpers.fake_script import BLOCK_SIZE, Script
 from kvasir.proto.blocks import block_hashes
 from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb

@@ -7,7 +7,8 @@ from typing import Literal
 import pytest
 
 from helpers.dispatcher_stage import PROMPT, Stage, collect, generation, refusal, tokens, until
-from helpers.fake_worker import FakeWorker, Script, expected_tokens
+from helpers.fake_script import Script, expected_tokens
+from helpers.fake_worker import FakeWorker
 from kvasir.proto.errors import Reason, Refusal
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.router import serving as serving_module

@@ -12,7 +12,8 @@ from aiohttp import web
 from cluster.api import ApiClient
 from cluster.control_plane import ControlPlane
 from helpers.dispatcher_stage import PROMPT, Stage, collect, generation, tokens, until
-from helpers.fake_worker import FakeWorker, Script, expected_tokens
+from helpers.fake_script import Script, expected_tokens
+from helpers.fake_worker import FakeWorker
 from kvasir.router import kube_discovery
 from kvasir.router.config import Kubernetes, RouterConfig
 from kvasir.router.contracts import Finished, FinishReason, GenerationEvent

@@ -18,7 +18,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from helpers.bundled_tokenizer import tokenizer_files
 from helpers.dispatcher_stage import Stage, until
-from helpers.fake_worker import Script
+from helpers.fake_script import Script
 
 LINGER = 1.5
 TEXT = {"model": "fake", "prompt": "Hi", "max_tokens": 4, "ignore_eos": True}
