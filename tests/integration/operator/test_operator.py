@@ -1,6 +1,5 @@
 """The operator as a process against a real control plane; the node and the workers are played."""
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.clients import CommandError, Kubectl
+from cluster.clients import Kubectl
 from cluster.control_plane import ControlPlane
 from cluster.fake_node import FakeNode
 from cluster.pod_status import IMAGE_PULL_FAILED, NOT_READY, READY, Rule, always, crashed
@@ -20,29 +19,11 @@ QUICK = "--lease-seconds=3"
 
 
 @pytest.fixture
-def elsewhere(kubectl: Kubectl, namespace: str) -> Iterator[str]:
-    """A second namespace."""
-    name = f"{namespace}-other"
-    kubectl("create", "namespace", name)
-    yield name
-    kubectl("delete", "namespace", name, "--wait=false")
-
-
-@pytest.fixture
 def quick_stage(
     control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
 ) -> Iterator[Stage]:
     """With an operator whose lease ends soon after it does."""
     with operator_stage(control_plane, namespace, tmp_path, QUICK) as made:
-        yield made
-
-
-@pytest.fixture
-def patient_stage(
-    control_plane: ControlPlane, namespace: str, node: FakeNode, installed: None, tmp_path: Path
-) -> Iterator[Stage]:
-    """With an operator that keeps its lease however slow a busy machine makes it."""
-    with operator_stage(control_plane, namespace, tmp_path, "--lease-seconds=120") as made:
         yield made
 
 
@@ -237,99 +218,6 @@ def test_a_spec_that_is_not_served_is_refused_with_the_fix(stage: Stage) -> None
     stage.wait_ready()
 
 
-def test_of_two_operators_one_acts_and_the_other_follows(
-    stage: Stage, control_plane: ControlPlane, tmp_path: Path
-) -> None:
-    other = Operator(control_plane.kubeconfig, stage.namespace, tmp_path / "other.log")
-    try:
-        stage.apply(sample())
-        stage.wait_ready()
-        other.wait_started(leader=0)
-        assert other.steps == 0
-        stage.operator.process.send(signal.SIGTERM)
-        other.wait_started(leader=1)
-        stage.wait_until(lambda: not stage.operator.process.running, "the first one ended")
-        stage.run("scale", "wpool/smollm2-prefill", "--replicas=2")
-        ready = "--for=jsonpath={.status.readyReplicas}=2"
-        stage.run("wait", ready, "wpool/smollm2-prefill", "--timeout=60s")
-    finally:
-        other.process.kill()
-
-
-def test_a_paused_leader_is_replaced_and_then_ends(
-    quick_stage: Stage, control_plane: ControlPlane, tmp_path: Path
-) -> None:
-    stage = quick_stage
-    other = Operator(control_plane.kubeconfig, stage.namespace, tmp_path / "other.log", QUICK)
-    try:
-        other.wait_started(leader=0)
-        stage.operator.process.pause()
-        other.wait_started(leader=1)
-        stage.operator.process.resume()
-        stage.wait_until(lambda: not stage.operator.process.running, "the first one ended")
-        assert "not renewed" in stage.operator.process.log
-    finally:
-        other.process.kill()
-
-
-@pytest.mark.parametrize("cluster_wide", [False, True], ids=["namespaced", "cluster-wide"])
-def test_what_the_chart_grants_is_enough_and_no_more(
-    control_plane: ControlPlane,
-    kubectl: Kubectl,
-    namespace: str,
-    elsewhere: str,
-    installed: None,
-    node: FakeNode,
-    tmp_path: Path,
-    cluster_wide: bool,
-) -> None:
-    settings = [] if cluster_wide else [f"watchNamespaces={{{namespace}}}"]
-    account = restricted(control_plane, namespace, tmp_path, *settings)
-    log = tmp_path / "operator.log"
-    operator = Operator(account.kubeconfig, namespace, log, cluster_wide=cluster_wide)
-    try:
-        operator.wait_started(leader=1)
-        stages = [Stage(kubectl, place, operator) for place in (namespace, elsewhere)]
-        served, others = (stages, []) if cluster_wide else (stages[:1], stages[1:])
-        for stage in stages:
-            stage.apply(sample())
-        for stage in served:
-            stage.wait_ready()
-            stage.run("scale", "wpool/smollm2-decode", "--replicas=2")
-            stage.apply(sample(engine={"blockSize": 32}))
-            stage.wait_until(stage.rolled_out, "rolled out")
-        # But for services that other tests leave in namespaces that are about to go.
-        own = [each for each in operator.process.log.splitlines() if namespace in each]
-        assert not [each for each in own if "orbidden" in each or "step failed" in each]
-        refused = [["secrets"], ["secrets", f"--namespace={elsewhere}"]]
-        for stage in others:
-            assert not stage.names("deploy")
-            refused += [["pods", f"--namespace={elsewhere}"], ["msvc", "--all-namespaces"]]
-        for asked in refused:
-            with pytest.raises(CommandError, match="Forbidden"):
-                account("get", *asked)
-    finally:
-        operator.process.kill()
-
-
-def test_the_operator_goes_on_when_the_api_server_was_killed(
-    stage: Stage, control_plane: ControlPlane
-) -> None:
-    stage.apply(sample())
-    stage.wait_ready()
-    control_plane.api_server.kill()
-    control_plane.api_server.start()
-    control_plane.wait_ready()
-    if (
-        not stage.operator.process.running
-    ):  # the lease was lost meanwhile; a kubelet starts it again
-        stage.operator.process.start()
-    stage.operator.wait_started(leader=1)
-    stage.run("scale", "wpool/smollm2-decode", "--replicas=2")
-    ready = "--for=jsonpath={.status.readyReplicas}=2"
-    stage.run("wait", ready, "wpool/smollm2-decode", "--timeout=60s")
-
-
 def test_somebody_elses_object_is_not_taken_over(stage: Stage) -> None:
     stage.run("create", "configmap", "smollm2-router", "--from-literal=router.json=mine")
     stage.apply(sample())
@@ -356,81 +244,3 @@ def test_what_somebody_changed_is_set_right(stage: Stage) -> None:
         return labels["kvasir.dev/role"]
 
     stage.wait_until(lambda: label() == "router", "the label is right again")
-
-
-ODD: list[tuple[dict[str, Any], str]] = [
-    # (spec, reason of Ready)
-    ({"decode": {"template": {"spec": {"containers": "x"}}}}, "ObjectRefused"),
-    ({"decode": {"template": {"spec": {"containers": [{"name": "a"}]}}}}, "ObjectRefused"),
-    ({"decode": {"template": {"spec": {"nodeName": {"a": 1}}}}}, "ObjectRefused"),
-    ({"decode": {"template": {"spec": {"nodeSelector": {"a b": "c"}}}}}, "ObjectRefused"),
-    ({"decode": {"template": {"spec": {"unknown": 1}}}}, "ObjectRefused"),
-    ({"decode": {"template": {"metadata": {"labels": {"kvasir.dev/role": "x"}}}}}, "Unsupported"),
-    ({"router": {"template": {"spec": {"serviceAccountName": "Not A Name"}}}}, "ObjectRefused"),
-    ({"decode": {"resources": {"requests": {"cpu": 2}, "limits": {"cpu": 1}}}}, "ObjectRefused"),
-    ({"decode": {"resources": {"requests": {"a b": 2}}}}, "ObjectRefused"),
-    ({"decode": {"parallelism": {"tensor": 8}}}, "Unsupported"),
-    ({"model": {"source": "file:///model"}}, "Unsupported"),
-    ({"model": {"source": "pvc://claim/../x"}}, "Unsupported"),
-    ({"decode": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}}, "Unschedulable"),
-    ({"prefill": {"replicas": 0}}, "AllReady"),
-    ({"decode": {"template": {}}}, "AllReady"),
-]
-
-
-def test_every_odd_spec_ends_in_a_condition_and_can_be_deleted(stage: Stage) -> None:
-    for number, (spec, _) in enumerate(ODD):
-        document = sample(**spec)
-        document["metadata"] = {"name": f"odd-{number}"}
-        stage.apply(document)
-
-    def reasons() -> dict[str, str]:
-        return {
-            item["metadata"]["name"]: each["reason"]
-            for item in stage.get("msvc")["items"]
-            for each in item.get("status", {}).get("conditions", [])
-            if each["type"] == "Ready"
-        }
-
-    expected = {f"odd-{number}": reason for number, (_, reason) in enumerate(ODD)}
-    wait_until(
-        lambda: reasons() == expected,
-        "every reason is the expected one",
-        SECONDS,
-        lambda: f"{expected}\n{reasons()}\n{stage.operator.process.tail()}",
-    )
-    assert "Traceback" not in stage.operator.process.log
-    stage.run("delete", "msvc", "--all", "--timeout=30s")
-
-
-def test_a_hundred_services(patient_stage: Stage) -> None:
-    """Prints the figures (pytest -s); only what must not grow with the number is asserted."""
-    stage, count, documents = patient_stage, 100, []
-    for number in range(count):
-        document = sample()
-        document["metadata"] = {"name": f"s-{number}", "namespace": stage.namespace}
-        documents.append(document)
-    begun = time.monotonic()
-    stage.kubectl.apply(*documents)
-    applied = time.monotonic() - begun
-
-    def ready() -> int:
-        found = stage.get("msvc")["items"]
-        conditions = [
-            each for item in found for each in item.get("status", {}).get("conditions", [])
-        ]
-        return sum(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-    wait_until(lambda: ready() == count, "all are ready", 240, stage.operator.process.tail)
-    seconds = time.monotonic() - begun
-    stage.wait_quiet()
-    requests = stage.operator.metric("kvasir_operator_api_requests_total")
-    memory = stage.operator.process.resident_bytes / 2**20
-    print(  # noqa: T201 - figures for people
-        f"{count} services: applied in {applied:.1f} s, ready after {seconds:.1f} s; for each "
-        f"{requests / count:.0f} requests, {stage.operator.writes / count:.0f} of them writes, and "
-        f"{stage.operator.steps / count:.1f} steps; operator {memory:.0f} MiB"
-    )
-    assert stage.operator.metric("kvasir_operator_reconciliations_total", outcome="failed") == 0
-    assert stage.operator.writes / count < 50
-    assert memory < 500
