@@ -49,17 +49,22 @@ def make_request(
 class Bench:
     """One scheduler with its runner, stepped by hand; ``outputs`` collects all news by request.
 
-    ``check`` runs after every step.
+    ``check`` runs after every step. ``pass_seconds``: what a pass of a draft model takes.
     """
 
     def __init__(
-        self, num_blocks: int = 16, vocab_size: int = VOCAB_SIZE, **config: object
+        self,
+        num_blocks: int = 16,
+        vocab_size: int = VOCAB_SIZE,
+        pass_seconds: float = 0.0,
+        **config: object,
     ) -> None:
         settings: dict[str, object] = {"max_model_len": 1000, "eos_token_ids": EOS} | config
         self.scheduler = Scheduler(
             SchedulerConfig(num_blocks, BLOCK_SIZE, **settings)  # type: ignore[arg-type]  # by name
         )
         self.vocab_size = vocab_size
+        self._pass_seconds = pass_seconds
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE, vocab_size, EOS)
         self.outputs: defaultdict[str, list[Output]] = defaultdict(list)
         self.reserved: list[Reserved] = []
@@ -69,7 +74,8 @@ class Bench:
         plan = self.scheduler.plan(now)
         self._collect()
         # A step of the fake costs as much as nine rows more than it has.
-        seconds = 9.0 + plan.num_tokens
+        passes = max((chunk.num_to_draft for chunk in plan.chunks), default=0)
+        seconds = 9.0 + plan.num_tokens + passes * self._pass_seconds
         self.scheduler.update(plan, self.runner.execute(plan), seconds)
         self._collect()
         self.scheduler.check()

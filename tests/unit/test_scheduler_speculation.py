@@ -1,5 +1,7 @@
 """Steps with drafts: what they may use, what is kept of them, and when they stop."""
 
+from itertools import pairwise
+
 import pytest
 
 from helpers.engine_workload import BLOCK_SIZE, EOS, Bench, make_request
@@ -133,6 +135,29 @@ def test_a_draft_model_is_tried_again_among_short_requests() -> None:
         drafted.append(bench.scheduler.load().drafts)
     assert drafted[0] == 0, "before it is measured a draft pass seems too dear"
     assert drafted[-1] > 0
+
+
+def test_a_trial_is_one_draft_and_another_one_follows_if_it_was_right() -> None:
+    """Draft passes are too dear for any other reason; half of the drafts are right."""
+    bench = Bench(
+        num_blocks=2000,
+        vocab_size=2,
+        speculation=SpeculationConfig(Method.DRAFT, 6),
+        pass_seconds=100.0,
+    )
+    bench.scheduler.add(make_request("a", [0] * 4, 900, seed=0, temperature=1.0))
+    drafted, right = [], []
+    while bench.scheduler.request_ids():
+        before = bench.scheduler.load().accepted_tokens
+        drafted.append(sum(drafts(bench.step())))
+        right.append(bench.scheduler.load().accepted_tokens > before)
+    assert set(drafted) == {0, 1}
+    tried = [step for step, count in enumerate(drafted) if count]
+    assert tried[0] >= 100
+    assert len(tried) > 5
+    for step, following in pairwise(tried):
+        assert (following == step + 1) == right[step]
+        assert following == step + 1 or following >= step + 100
 
 
 def test_a_chunk_that_draws_no_token_takes_no_drafts() -> None:

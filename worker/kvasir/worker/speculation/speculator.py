@@ -23,8 +23,9 @@ from kvasir.worker.speculation.ngram import NgramIndex
 _DRAFT_PASS = 0.5
 """What one pass of a draft model costs, in steps of one row, until that is measured."""
 _PROBE_STEPS = 100
-"""After so many steps that could draft and did not, the likeliest sequence drafts: the world may be
-another."""
+"""After so many steps that could draft and did not, the likeliest sequence drafts a token: the
+world may be another. As long as such tokens are right, every step drafts one: there is more to
+learn, while further ones in one step would tell nothing if the first was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class Speculator:
             self.num_drafts += 1
             self.num_draft_tokens += len(drafts)
             self.num_accepted_tokens += accepted
+            if accepted == len(drafts):
+                self._steps_without = _PROBE_STEPS
         record = self._records.get(chunk.request_id)
         if record is not None:
             # Whether a proposal that was not taken was right is learned for nothing.
@@ -138,7 +141,7 @@ class Speculator:
         if self._steps_without >= _PROBE_STEPS:
             self._steps_without = 0
             likeliest = max(range(len(candidates)), key=lambda i: candidates[i].acceptance)
-            counts[likeliest] = min(candidates[likeliest].most, budget)
+            counts[likeliest] = min(1, budget)
         return counts
 
 
