@@ -137,8 +137,8 @@ def test_a_draft_model_is_tried_again_among_short_requests() -> None:
     assert drafted[-1] > 0
 
 
-def test_a_trial_is_one_draft_and_another_one_follows_if_it_was_right() -> None:
-    """Draft passes are too dear for any other reason; half of the drafts are right."""
+def test_what_does_not_pay_is_tried_once_in_a_hundred_steps() -> None:
+    """Draft passes are too dear for any other reason; about half of the drafts are right."""
     bench = Bench(
         num_blocks=2000,
         vocab_size=2,
@@ -146,18 +146,12 @@ def test_a_trial_is_one_draft_and_another_one_follows_if_it_was_right() -> None:
         pass_seconds=100.0,
     )
     bench.scheduler.add(make_request("a", [0] * 4, 900, seed=0, temperature=1.0))
-    drafted, right = [], []
+    drafted = []
     while bench.scheduler.request_ids():
-        before = bench.scheduler.load().accepted_tokens
         drafted.append(sum(drafts(bench.step())))
-        right.append(bench.scheduler.load().accepted_tokens > before)
-    assert set(drafted) == {0, 1}
     tried = [step for step, count in enumerate(drafted) if count]
-    assert tried[0] >= 100
     assert len(tried) > 5
-    for step, following in pairwise(tried):
-        assert (following == step + 1) == right[step]
-        assert following == step + 1 or following >= step + 100
+    assert all(following >= step + 100 for step, following in pairwise([0, *tried]))
 
 
 def test_a_chunk_that_draws_no_token_takes_no_drafts() -> None:

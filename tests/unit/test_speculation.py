@@ -14,7 +14,7 @@ from kvasir.worker.speculation.acceptance import (
     num_trials,
 )
 from kvasir.worker.speculation.config import Method, SpeculationConfig
-from kvasir.worker.speculation.controller import Candidate, allot
+from kvasir.worker.speculation.controller import Candidate, allot, telling
 from kvasir.worker.speculation.costs import Cost, StepCosts
 from kvasir.worker.speculation.ngram import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, NgramIndex
 
@@ -190,6 +190,15 @@ def test_drafts_by_batch_acceptance_and_cost(
 ) -> None:
     counts = allot([Candidate(4, acceptance)] * batch, batch, batch, cost, budget=1000)
     assert counts == [drafts_each] * batch
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "count"), [(0.0, 1), (0.05, 1), (0.5, 1), (0.6, 2), (0.8, 4), (1.0, 8)]
+)
+def test_a_trial_goes_on_as_long_as_it_rather_tells_something(
+    acceptance: float, count: int
+) -> None:
+    assert telling(Candidate(8, acceptance)) == count
 
 
 def test_each_sequence_is_judged_by_itself() -> None:

@@ -93,7 +93,7 @@ def chunking(**given: Any) -> None:
         bench = load(
             given,
             say,
-            lengths="--input-len",
+            lengths="--input-len" if work.input_len >= _ROOM else "",
             max_model_len=max(_ROOM, work.input_len + 1),
             kv_cache_memory=1024**3,
         )

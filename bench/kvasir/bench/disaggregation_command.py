@@ -75,7 +75,7 @@ def disaggregation(ctx: click.Context, /, **given: Any) -> None:
         quantization=given["quantization"],
         activation_quantization=given["activation_quantization"],
         threads=threads,
-        max_model_len=max(2048, longest(work)),
+        max_model_len=longest(work),
     )
     content_seed = secrets.randbits(32)
     machine = describe_machine()

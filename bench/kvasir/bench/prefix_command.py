@@ -62,7 +62,7 @@ def prefix(**given: Any) -> None:
             given,
             say,
             lengths="--input-len and --output-len",
-            max_model_len=max(2048, longest),
+            max_model_len=longest,
             kv_cache_memory=1024**3,
         )
         bench.settings.update(

@@ -48,7 +48,7 @@ def quality(**given: Any) -> None:
     """
     from kvasir.bench.quality import FORMS, REFERENCE, draw_windows, measure
     from kvasir.bench.trial import TrialError
-    from kvasir.router.text.tokenizer import ModelTokenizer
+    from kvasir.router.text.tokenizer import ModelTokenizer, TokenizerError
     from kvasir.worker.config import WorkerConfig
     from kvasir.worker.model.errors import ModelError
     from kvasir.worker.model.source import open_source
@@ -80,7 +80,7 @@ def quality(**given: Any) -> None:
             }
             memory = memory_bandwidth()
             figures = measure(forms, runs, questions, encode, core.decode, say)
-    except ModelError as error:
+    except (ModelError, TokenizerError) as error:
         raise bad_model(str(error)) from None
     except TrialError as error:
         raise click.ClickException(str(error)) from None

@@ -185,7 +185,7 @@ class Rival:
     def _receive(self, key: str) -> Any:
         """What the next message has under ``key``."""
         line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line:
+        if not line.endswith("\n"):  # it ended, perhaps in the middle of a line
             raise self._failure()
         try:
             message = json.loads(line)
@@ -208,7 +208,7 @@ class Rival:
     @contextmanager
     def _limited(self) -> Iterator[None]:
         """End the rival when the block takes too long; that ends the block's wait for it, too."""
-        timer = threading.Timer(self._limit_s, self._end_hung)
+        timer = threading.Timer(min(self._limit_s, threading.TIMEOUT_MAX), self._end_hung)
         timer.start()
         try:
             yield

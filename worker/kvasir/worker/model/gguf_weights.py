@@ -144,7 +144,7 @@ class GgufFile:
         tensor = self._tensors.get(_ROPE_DIVISORS)
         if tensor is None:
             return None
-        if tensor.shape != (head_dim // 2,):
+        if not head_dim // 2 or tensor.shape != (head_dim // 2,):
             raise ModelError(
                 "model",
                 f"tensor {tensor.name} of {self.path.name} has shape {list(tensor.shape)}, its "

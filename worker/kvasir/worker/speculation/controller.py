@@ -27,6 +27,15 @@ class Candidate:
     acceptance: float
 
 
+def telling(candidate: Candidate) -> int:
+    """How many drafts in a row are worth trying only to learn: those that rather follow right ones
+    than a wrong one, after which a draft tells nothing."""
+    count = 1
+    while count < candidate.most and candidate.acceptance**count > 0.5:
+        count += 1
+    return count
+
+
 def allot(
     candidates: Sequence[Candidate], tokens: int, rows: int, cost: Cost, budget: int
 ) -> list[int]:

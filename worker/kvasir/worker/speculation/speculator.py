@@ -16,16 +16,15 @@ from kvasir.worker.speculation.acceptance import (
     num_trials,
 )
 from kvasir.worker.speculation.config import Method, SpeculationConfig
-from kvasir.worker.speculation.controller import Candidate, allot
+from kvasir.worker.speculation.controller import Candidate, allot, telling
 from kvasir.worker.speculation.costs import StepCosts
 from kvasir.worker.speculation.ngram import NgramIndex
 
 _DRAFT_PASS = 0.5
 """What one pass of a draft model costs, in steps of one row, until that is measured."""
 _PROBE_STEPS = 100
-"""After so many steps that could draft and did not, the likeliest sequence drafts a token: the
-world may be another. As long as such tokens are right, every step drafts one: there is more to
-learn, while further ones in one step would tell nothing if the first was wrong."""
+"""After so many steps that could draft and did not, the likeliest sequence drafts: the world may be
+another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,6 @@ class Speculator:
             self.num_drafts += 1
             self.num_draft_tokens += len(drafts)
             self.num_accepted_tokens += accepted
-            if accepted == len(drafts):
-                self._steps_without = _PROBE_STEPS
         record = self._records.get(chunk.request_id)
         if record is not None:
             # Whether a proposal that was not taken was right is learned for nothing.
@@ -135,13 +132,13 @@ class Speculator:
         if not self._config.adaptive:
             return _in_turn(candidates, budget)
         counts = allot(candidates, tokens, rows, self._costs.cost(), budget)
-        if not candidates:  # such as a step that only prefills: nothing was declined
+        if not candidates or not budget:  # such as a step that only prefills: nothing was declined
             return counts
         self._steps_without = 0 if any(counts) else self._steps_without + 1
         if self._steps_without >= _PROBE_STEPS:
             self._steps_without = 0
             likeliest = max(range(len(candidates)), key=lambda i: candidates[i].acceptance)
-            counts[likeliest] = min(1, budget)
+            counts[likeliest] = min(telling(candidates[likeliest]), budget)
         return counts
 
 
