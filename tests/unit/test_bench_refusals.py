@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from helpers.models import save_tiny
 from kvasir.bench.cli import bench
 from kvasir.bench.refusals import bad_model, blaming
 from kvasir.bench.workload import WorkloadError
@@ -147,3 +148,19 @@ def test_quality_refuses_what_the_engine_has_no_room_for(tmp_path: Path) -> None
     assert "--shots: the longest prompt, 8 worked examples and a question, has " in told
     told = refused("quality", "--questions", str(questions), "--shots", "10")
     assert "--shots: 10 worked examples leave no question of 10 to ask" in told
+
+
+def test_quality_refuses_a_tokenizer_that_is_not_served(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)  # whose tokens are whole words
+    told = refused("quality", "--model", f"file://{tmp_path}")
+    assert "Invalid value for --model: " in told
+    assert "tokenizer" in told
+
+
+def test_prefix_asks_a_small_model_for_no_more_than_its_prompts_take(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)  # of 512 positions
+    model = f"--model=file://{tmp_path}"
+    told = refused("prefix", model, "--input-len=600")
+    assert "--input-len and --output-len: prompt and output together: 616 is beyond" in told
+    told = refused("prefix", model, "--input-len=20", "--output-len=1")
+    assert "a vocabulary of 160 tokens is too small" in told, "its positions are enough"

@@ -153,6 +153,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 time.sleep(600)
 """
 READY = """print('{"version": "1"}', flush=True)"""
+HALF = """print('{"times": [[0.', end="", flush=True)"""
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
@@ -168,12 +169,13 @@ def test_a_rival_that_hangs_at_its_start_is_ended(tmp_path: Path) -> None:
         raise AssertionError("it never starts")
 
 
-@pytest.mark.parametrize("reads", ["sys.stdin.readline()", ""])
+@pytest.mark.parametrize("reads", ["sys.stdin.readline()", "", f"sys.stdin.readline(); {HALF}"])
 @pytest.mark.parametrize("before", [READY, f"{STUBBORN}\n{READY}"])
 def test_a_rival_that_hangs_at_work_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, reads: str
 ) -> None:
-    """Whether it heeds SIGTERM or not, and whether it reads the question, larger than a pipe."""
+    """Whether it heeds SIGTERM or not, whether it reads the question, larger than a pipe, and even
+    if it has begun to answer."""
     monkeypatch.setattr(rival_module, "_GRACE_S", 0.2)
     installation = install(tmp_path / "vllm-cpu", SLEEPS.format(before=before, asked=reads))
     with Rival(installation, SETTINGS, LIMIT_S) as rival:

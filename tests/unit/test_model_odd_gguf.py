@@ -103,3 +103,9 @@ def test_odd_rotary_divisors_are_refused(
     tiny: tuple[Path, Any], divisors: np.ndarray, said: str
 ) -> None:
     assert said in str(opened_with(tiny, {}, {"rope_freqs.weight": divisors}))
+
+
+def test_no_rotary_divisors_suit_no_heads(tiny: tuple[Path, Any]) -> None:
+    changed = {"llama.attention.key_length": 1}
+    refusal = opened_with(tiny, changed, {"rope_freqs.weight": np.ones(0, np.float32)})
+    assert isinstance(refusal, str)
