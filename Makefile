@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml requirements.lock deploy/dev/setup.sh
 	@sh deploy/dev/setup.sh
 
 up: $(INSTALLED) ## Serve deploy/samples/01-minimal.yaml (or FILE=...) on this machine, port 8000 (or PORT=...)
-	@$(BIN)/kvasir up -f "$(FILE)" --port "$(PORT)"
+	@exec $(BIN)/kvasir up -f "$(FILE)" --port "$(PORT)"
 
 test: test-unit test-integration test-e2e ## Run every test that needs no GPU
 

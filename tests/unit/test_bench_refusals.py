@@ -164,3 +164,16 @@ def test_prefix_asks_a_small_model_for_no_more_than_its_prompts_take(tmp_path: P
     assert "--input-len and --output-len: prompt and output together: 616 is beyond" in told
     told = refused("prefix", model, "--input-len=20", "--output-len=1")
     assert "a vocabulary of 160 tokens is too small" in told, "its positions are enough"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("quality", "--reference", "file:///nope"), "--reference: /nope does not exist; correct"),
+        (("engine", "--rivals", "/nope"), "--rivals: there is no directory /nope: correct it"),
+    ],
+)
+def test_a_place_that_is_not_there_is_the_fault_of_its_option(
+    arguments: tuple[str, ...], told: str
+) -> None:
+    assert f"Invalid value for {told}" in refused(*arguments)

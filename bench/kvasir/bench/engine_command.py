@@ -100,7 +100,7 @@ def engine(ctx: click.Context, /, **given: Any) -> None:
     from kvasir.bench.trial import TrialError
     from kvasir.worker.model.errors import ModelError
 
-    _check(given)
+    _check(ctx, given)
     machine = describe_machine()  # before this process is itself the load
     try:
         with blaming("--model"), progress() as say:
@@ -131,8 +131,17 @@ def engine(ctx: click.Context, /, **given: Any) -> None:
         ctx.exit(1)
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check(ctx: click.Context, given: Mapping[str, Any]) -> None:
     from kvasir.bench.engine import WHOLE_RUNS
+
+    if (
+        ctx.get_parameter_source("rivals") is not click.core.ParameterSource.DEFAULT
+        and not given["rivals"].is_dir()
+    ):
+        raise click.BadParameter(
+            f"there is no directory {given['rivals']}: correct it, or run {_INSTALL}",
+            param_hint="--rivals",
+        )
 
     if given["through_router"] and WHOLE_RUNS.isdisjoint(given["rows"]):
         runs = " or ".join(sorted(WHOLE_RUNS))

@@ -86,6 +86,7 @@ def kv(**given: Any) -> None:
         "rows left out": len(rows) - len(fit),
         **{name: given[name] for name in (*names, "max_running", "seed", "runs")},
         "requests": len(measured) // given["runs"],
+        **_fewer(len(measured) // given["runs"], given["requests"]),
         "input": _lengths([row.input_length for row in measured]),
         "output": _lengths([row.output_length for row in measured]),
     }
@@ -94,6 +95,11 @@ def kv(**given: Any) -> None:
     if given["json_file"] is not None:
         report = {"command": _COMMAND, "machine": machine, "settings": settings}
         write_json(given["json_file"], {**report, "figures": figures})
+
+
+def _fewer(measured: int, asked: int) -> dict[str, Any]:
+    """What is to be said if the trace has too few rows."""
+    return {} if measured == asked else {"asked for": f"{asked}, more than fitting rows"}
 
 
 def _check_memory(kv_tokens: int, max_model_len: int, modes: Sequence["Mode"]) -> None:

@@ -1,7 +1,8 @@
 """Options and output of `kvasir bench quality`."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,8 @@ def quality(**given: Any) -> None:
             with blaming("--questions"):
                 questions = _questions(given, encode)
             right = given["reference"] or given["model"]
+            with _naming_reference(given["reference"]):
+                open_source(right)
             models = dict.fromkeys(FORMS, given["model"]) | {REFERENCE: right}
             forms = {
                 name: _load(models[name], given["threads"], form, _prefixed(say, name))
@@ -90,6 +93,21 @@ def quality(**given: Any) -> None:
     if given["json_file"] is not None:
         report = {"command": _COMMAND, "machine": machine, "settings": settings}
         write_json(given["json_file"], {**report, "memory_gb_s": memory, "figures": figures})
+
+
+@contextmanager
+def _naming_reference(reference: str | None) -> Iterator[None]:
+    """A model that cannot be opened within is the reference's fault, if there is another one."""
+    from kvasir.worker.model.errors import ModelError
+
+    try:
+        yield
+    except ModelError as error:
+        if reference is None:
+            raise
+        raise click.BadParameter(
+            str(error).removeprefix("model: "), param_hint="--reference"
+        ) from None
 
 
 def _check_window(window: int, max_model_len: int) -> None:

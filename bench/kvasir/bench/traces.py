@@ -143,8 +143,12 @@ def _azure_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TraceRo
                 input_length=int(row["ContextTokens"]),
                 output_length=int(row["GeneratedTokens"]),
             )
-        except ValueError as error:
-            raise WorkloadError(f"{path}:{number}: {error}") from None
+        except ValueError:
+            raise WorkloadError(
+                f"{path}:{number}: TIMESTAMP must be a date and time such as 2023-11-16 18:15:46,"
+                " ContextTokens and GeneratedTokens whole numbers; found"
+                f" {', '.join(row[column] for column in _AZURE_COLUMNS)}"
+            ) from None
         yield number, _checked(path, number, parsed)
 
 
