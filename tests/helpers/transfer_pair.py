@@ -3,7 +3,10 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
+
 from helpers.fake_runner import expected_tokens
+from helpers.faulty_holder import PREFILL
 from helpers.local_worker import (
     VOCAB_SIZE,
     LocalWorker,
@@ -14,6 +17,7 @@ from helpers.local_worker import (
 )
 from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
+from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
 from kvasir.worker.contracts import Request
 
 PROMPT = [7 * i % VOCAB_SIZE for i in range(102)]
@@ -59,3 +63,19 @@ def report(outputs: list[pb.SequenceOutput]) -> pb.PrefillReport:
     reports = [output.prefill for output in outputs if output.HasField("prefill")]
     assert len(reports) == 1
     return reports[0]
+
+
+def prefill_request(worker: LocalWorker) -> kv_pb.PrefillRequest:
+    """What a decode worker would ask ``worker`` for PROMPT."""
+    return kv_pb.PrefillRequest(
+        request_id="r",
+        token_ids=PROMPT,
+        sampling=make_submit("r", PROMPT).sampling,
+        layout=worker.model.layout,
+        expected_epoch=worker.epoch,
+    )
+
+
+def raw_prefill(worker: LocalWorker) -> grpc.aio.UnaryStreamMultiCallable[bytes, bytes]:
+    """The call by which it is asked, with the bytes of messages."""
+    return worker.channel.unary_stream(PREFILL)

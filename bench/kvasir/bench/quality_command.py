@@ -1,8 +1,7 @@
 """Options and output of `kvasir bench quality`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -74,8 +73,8 @@ def quality(**given: Any) -> None:
             with blaming("--questions"):
                 questions = _questions(given, encode)
             right = given["reference"] or given["model"]
-            with _naming_reference(given["reference"]):
-                open_source(right)
+            if given["reference"] is not None:
+                _check_reference(given["reference"])
             models = dict.fromkeys(FORMS, given["model"]) | {REFERENCE: right}
             forms = {
                 name: _load(models[name], given["threads"], form, _prefixed(say, name))
@@ -95,16 +94,14 @@ def quality(**given: Any) -> None:
         write_json(given["json_file"], {**report, "memory_gb_s": memory, "figures": figures})
 
 
-@contextmanager
-def _naming_reference(reference: str | None) -> Iterator[None]:
-    """A model that cannot be opened within is the reference's fault, if there is another one."""
+def _check_reference(reference: str) -> None:
+    """It is loaded with our forms of the model, where a fault would be taken for the model's."""
     from kvasir.worker.model.errors import ModelError
+    from kvasir.worker.model.source import open_source
 
     try:
-        yield
+        open_source(reference)
     except ModelError as error:
-        if reference is None:
-            raise
         raise click.BadParameter(
             str(error).removeprefix("model: "), param_hint="--reference"
         ) from None

@@ -7,26 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.fake_runner import SLOT_BYTES
 from helpers.faulty_holder import Tamper, TearError, faulty_holder, stall
 from helpers.local_worker import BLOCK_SIZE, local_worker, make_submit, router_session, token_ids
 from helpers.transfer_pair import MAX_TOKENS, PROMPT, Pair, connected, expected, report
 from kvasir.proto.v1 import engine_pb2 as pb
-from kvasir.worker.transfer import layout
 from kvasir.worker.transfer.check import checksum
 from kvasir.worker.transfer.frames import Frame
-
-
-@pytest.fixture(autouse=True)
-def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames have the 4 blocks of one chunk, however many chunks are done at once."""
-    monkeypatch.setattr(layout, "FRAME_BYTES", 4 * BLOCK_SIZE * SLOT_BYTES)
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with connected() as pair:
-        yield pair
 
 
 @pytest.fixture

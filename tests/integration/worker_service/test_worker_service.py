@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -20,18 +19,6 @@ from helpers.local_worker import (
 from helpers.worker_service import PROMPT, GatedRunner, SlowRunner, ending, expected
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[LocalWorker]:
-    async with local_worker() as worker:
-        yield worker
-
-
-@pytest.fixture
-async def session(worker: LocalWorker) -> AsyncIterator[RouterSession]:
-    async with router_session(worker.stub) as session:
-        yield session
 
 
 async def test_every_method_is_served(worker: LocalWorker) -> None:

@@ -1,7 +1,7 @@
 """KV events over a real socket, and routers that read slowly."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -23,19 +23,6 @@ from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.contracts import Request
 from kvasir.worker.service import session as session_module
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[LocalWorker]:
-    async with local_worker() as worker:
-        yield worker
-
-
-@pytest.fixture
-async def session(worker: LocalWorker) -> AsyncIterator[RouterSession]:
-    async with router_session(worker.stub) as session:
-        yield session
-
 
 # --- KV events -------------------------------------------------------------------------------
 

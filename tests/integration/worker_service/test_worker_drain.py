@@ -1,10 +1,8 @@
 """How a worker drains: what it refuses, what it finishes, and when it ends."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc
-import pytest
 
 from helpers.local_worker import (
     LocalWorker,
@@ -20,19 +18,6 @@ from helpers.worker_service import PROMPT, GatedRunner, SlowRunner, expected
 from kvasir.proto.sampling import SamplingParams
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.worker.contracts import Request, Work
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[LocalWorker]:
-    async with local_worker() as worker:
-        yield worker
-
-
-@pytest.fixture
-async def session(worker: LocalWorker) -> AsyncIterator[RouterSession]:
-    async with router_session(worker.stub) as session:
-        yield session
-
 
 # --- drain -----------------------------------------------------------------------------------
 

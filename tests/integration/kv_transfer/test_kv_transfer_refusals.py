@@ -1,46 +1,18 @@
 """Prefill requests that a worker refuses, and what it says."""
 
-from collections.abc import AsyncIterator
-
 import grpc
 import pytest
 
-from helpers.fake_runner import SLOT_BYTES
-from helpers.faulty_holder import PREFILL
 from helpers.local_worker import (
     BLOCK_SIZE,
     VOCAB_SIZE,
     LocalWorker,
     local_worker,
-    make_submit,
     token_ids,
 )
-from helpers.transfer_pair import PROMPT, Pair, connected, expected, report
+from helpers.transfer_pair import PROMPT, Pair, expected, prefill_request, raw_prefill, report
 from kvasir.proto.v1 import engine_pb2 as pb
 from kvasir.proto.v1 import kv_transfer_pb2 as kv_pb
-from kvasir.worker.transfer import layout
-
-
-@pytest.fixture(autouse=True)
-def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames have the 4 blocks of one chunk, however many chunks are done at once."""
-    monkeypatch.setattr(layout, "FRAME_BYTES", 4 * BLOCK_SIZE * SLOT_BYTES)
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with connected() as pair:
-        yield pair
-
-
-def prefill_request(worker: LocalWorker) -> kv_pb.PrefillRequest:
-    return kv_pb.PrefillRequest(
-        request_id="r",
-        token_ids=PROMPT,
-        sampling=make_submit("r", PROMPT).sampling,
-        layout=worker.model.layout,
-        expected_epoch=worker.epoch,
-    )
 
 
 async def refused(worker: LocalWorker, request: kv_pb.PrefillRequest) -> grpc.aio.AioRpcError:
@@ -49,10 +21,6 @@ async def refused(worker: LocalWorker, request: kv_pb.PrefillRequest) -> grpc.ai
         await call.read()
     await worker.settled()
     return caught.value
-
-
-def raw_prefill(worker: LocalWorker) -> grpc.aio.UnaryStreamMultiCallable[bytes, bytes]:
-    return worker.channel.unary_stream(PREFILL)
 
 
 # --- refusals --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -12,24 +11,10 @@ from helpers.local_worker import (
     RouterSession,
     local_worker,
     make_submit,
-    router_session,
 )
 from helpers.worker_service import PROMPT
 from kvasir.proto.process import join_host_port
 from kvasir.worker.health import LOOP_PATIENCE, STEP_PATIENCE, Health, HealthServer
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[LocalWorker]:
-    async with local_worker() as worker:
-        yield worker
-
-
-@pytest.fixture
-async def session(worker: LocalWorker) -> AsyncIterator[RouterSession]:
-    async with router_session(worker.stub) as session:
-        yield session
-
 
 # --- health and metrics ----------------------------------------------------------------------
 
