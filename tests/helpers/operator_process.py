@@ -104,8 +104,11 @@ class PlayedWorkers:
         self._tell(pod, "undrain")
 
     def _tell(self, pod: Pod, what: str) -> None:
-        with (self._told / pod.name).open("a", encoding="utf-8") as told:
-            told.write(f"{what} {time.time()}\n")
+        """All or nothing: tests kill this process at any point, also between open and write."""
+        path, new = self._told / pod.name, self._told.with_name(f"{self._told.name}.new")
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        new.write_text(f"{before}{what} {time.time()}\n", encoding="utf-8")
+        new.replace(path)
 
     def _draining_since(self, pod: str) -> float | None:
         path = self._told / pod
