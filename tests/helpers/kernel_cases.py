@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from kvasir.worker.kernels import reference
 from kvasir.worker.kernels.library import CCache, Kernels
-from kvasir.worker.kernels.packed import pack_bf16, pack_int8, padded
+from kvasir.worker.kernels.packed import PackedKind, pack_bf16, pack_int8, padded
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,29 @@ def check_linear(kernels: Kernels, case: LinearCase) -> None:
     torch.testing.assert_close(found, expected, atol=2e-5 * case.inputs, rtol=1e-5)
     # The rest of the batch changes nothing.
     assert torch.equal(alone[0], found[-1])
+
+
+def check_coded(kernels: Kernels, case: LinearCase) -> None:
+    """Coded or not, every bit of the products is the same; some weights have no code."""
+    torch.manual_seed(case.seed)
+    weight = torch.randn(case.outputs + 16, case.inputs + 100).bfloat16()
+    odd = weight.numel() // 2000
+    places = torch.randperm(weight.numel())[:odd]
+    weight.view(-1)[places] = (10 ** torch.empty(odd).uniform_(-38, 38)).bfloat16()
+    weight[-1, -1] = 1e-40  # not normal
+    bias = torch.randn(len(weight)).bfloat16() if case.bias else None
+    plain = pack_bf16(weight, bias)
+    coded = kernels.coded(plain)
+    assert coded.kind is PackedKind.CODED_BF16
+    assert 0.75 < coded.weights.nbytes / plain.weights.nbytes < 0.85
+    rows = torch.randn(case.rows, plain.padded_inputs).bfloat16()
+    engine = kernels.create(case.threads)
+    try:
+        found = kernels.logits(engine, coded, rows)
+        expected = kernels.logits(engine, plain, rows)
+    finally:
+        kernels.destroy(engine)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 def check_int8(kernels: Kernels, case: LinearCase, int8_activations: bool) -> None:
@@ -175,6 +198,7 @@ def main() -> None:
     for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 12):
         seed = random.randrange(2**32)
         check_linear(kernels, random_linear(random))
+        check_coded(kernels, random_linear(random))
         check_int8(kernels, random_linear(random), int8_activations=False)
         check_int8(kernels, random_linear(random), int8_activations=True)
         check_attention(kernels, random_attention(random))

@@ -13,7 +13,7 @@ import torch
 from helpers.models import TINY, load, save_tiny
 from kvasir.worker import loader
 from kvasir.worker.contracts import Chunk, StepPlan
-from kvasir.worker.kernels.library import Unavailable, load_kernels
+from kvasir.worker.kernels.library import Kernels, Unavailable, load_kernels
 from kvasir.worker.kernels.targets import TARGETS, usable_targets
 from kvasir.worker.loader import LoadedModel
 
@@ -91,6 +91,18 @@ def test_no_bit_depends_on_chunks_batch_or_threads(
     assert torch.equal(logprobs(three, ()), expected)
     assert torch.equal(logprobs(one, (1, 2, 50, 51), beside=True), expected)
     assert torch.equal(logprobs(three, (16, 100, 128), beside=True), expected)
+
+
+@pytest.mark.parametrize("kind", list(TINY))
+def test_coding_the_weights_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    save_tiny(kind, tmp_path)
+    coded = load(f"file://{tmp_path}", dtype="bfloat16")
+    monkeypatch.setattr(Kernels, "coded", lambda _, plain: plain)
+    plain = load(f"file://{tmp_path}", dtype="bfloat16")
+    assert coded.weight_bytes < 0.85 * plain.weight_bytes
+    assert torch.equal(logprobs(coded, ()), logprobs(plain, ()))
 
 
 def test_without_kernels_torch_computes_and_one_warning_says_so(

@@ -15,6 +15,7 @@ from helpers.kernel_cases import (
     AttentionCase,
     LinearCase,
     check_attention,
+    check_coded,
     check_int8,
     check_linear,
     check_rms_norm,
@@ -22,7 +23,13 @@ from helpers.kernel_cases import (
 )
 from kvasir.worker.kernels import build
 from kvasir.worker.kernels.library import Kernels, Unavailable, load_kernels
-from kvasir.worker.kernels.packed import interleave_blocks, pack_bf16, pack_int8, padded
+from kvasir.worker.kernels.packed import (
+    PackedKind,
+    interleave_blocks,
+    pack_bf16,
+    pack_int8,
+    padded,
+)
 from kvasir.worker.kernels.targets import TARGETS, runnable, usable_targets
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -54,6 +61,26 @@ def cases(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]
 )
 def test_linear(kernels: Kernels, **fields: Any) -> None:
     check_linear(kernels, LinearCase(**fields))
+
+
+@cases(60)
+@given(
+    rows=st.integers(1, 140),
+    inputs=st.integers(1, 130),
+    outputs=st.integers(1, 170),
+    bias=st.booleans(),
+    threads=st.integers(1, 4),
+    seed=SEEDS,
+)
+def test_coded(kernels: Kernels, **fields: Any) -> None:
+    check_coded(kernels, LinearCase(**fields))
+
+
+def test_weights_of_too_many_sizes_are_not_coded(kernels: Kernels) -> None:
+    sizes = 2.0 ** torch.linspace(-120, 120, 64 * 48)
+    plain = pack_bf16(sizes.view(64, 48).bfloat16())
+    assert kernels.coded(plain) is plain
+    assert plain.kind is PackedKind.BF16
 
 
 @cases(60)

@@ -6,7 +6,7 @@ their sizes are compared at load.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from kvasir.worker.kernels import build
-from kvasir.worker.kernels.packed import CMatrix, PackedLinear
+from kvasir.worker.kernels.packed import BLOCK, CMatrix, PackedKind, PackedLinear
 from kvasir.worker.kernels.targets import Target, usable_targets
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int32
 _Float = ctypes.c_float
+
+_EXCEPTION_BYTES = 8
+_CODED_BLOCK_BYTES = 64 + _EXCEPTION_BYTES
+"""Of a block coded as in cpp/coded.h, beside its weights: the header, and the last exception."""
 
 
 class CLayer(ctypes.Structure):
@@ -80,6 +84,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "kvasir_forward": (_Pointer,) * 5,
     "kvasir_logits": (_Pointer, _Pointer, _Pointer, _Int, _Int, _Pointer),
     "kvasir_likeliest": (_Pointer, _Pointer, _Pointer, _Int, _Int, _Pointer),
+    "kvasir_code": (_Pointer, _Pointer, ctypes.c_int64),
     "kvasir_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Float, _Pointer),
     "kvasir_rotate": (_Pointer, _Pointer, _Float, _Pointer, _Pointer, _Int, _Int, _Pointer),
     "kvasir_attend": (_Pointer, _Int, _Pointer, _Int, _Int, _Int, _Int, _Int, _Pointer, _Pointer),
@@ -105,6 +110,7 @@ class Kernels:
             function.argtypes = arguments
             function.restype = None
         self._library.kvasir_create.restype = _Pointer
+        self._library.kvasir_code.restype = ctypes.c_int64
         sizes = (ctypes.c_int32 * len(_STRUCTURES))()
         self._library.kvasir_sizes(sizes)
         if list(sizes) != [ctypes.sizeof(structure) for structure in _STRUCTURES]:
@@ -157,6 +163,18 @@ class Kernels:
         )
         found: list[int] = out.tolist()
         return found
+
+    def coded(self, plain: PackedLinear) -> PackedLinear:
+        """A BF16 matrix as CODED_BF16; as it is if more than one weight in 1,000 has no code."""
+        weights = plain.padded_outputs * plain.padded_inputs
+        blocks = plain.padded_outputs // BLOCK
+        room = weights * 3 // 2 + blocks * _CODED_BLOCK_BYTES + weights // 1000 * _EXCEPTION_BYTES
+        out = torch.empty(room, dtype=torch.uint8)
+        descriptor = plain.descriptor()
+        taken = self._library.kvasir_code(ctypes.byref(descriptor), out.data_ptr(), room)
+        if not taken:
+            return plain
+        return replace(plain, kind=PackedKind.CODED_BF16, weights=out[:taken])
 
     def rms_norm(self, x: Tensor, weight: Tensor, size: int, epsilon: float) -> Tensor:
         """Of float32 rows padded with zeros, as bfloat16; ``weight`` is padded alike."""

@@ -24,6 +24,8 @@ class PackedKind(IntEnum):
     INT8_ACTIVATIONS = 2
     """INT8, and the rows it is multiplied with are rounded to int8 as well."""
     INT4 = 3
+    CODED_BF16 = 4
+    """BF16 without loss in 12 bits a weight; see cpp/coded.h."""
 
 
 class CMatrix(ctypes.Structure):

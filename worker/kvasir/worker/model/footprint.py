@@ -13,7 +13,7 @@ from kvasir.worker.model.config import ModelConfig
 from kvasir.worker.model.quantization import GROUP, Quantization
 from kvasir.worker.model.weights import EMBEDDING, LM_HEAD, expected_shapes
 
-_PLAIN = 9
+_PLAIN = 11
 """Bytes per weight while a plain matrix is read: the source's float32, and copies."""
 _ROUNDED = 18
 """The same for one that is quantized: the source's float32, and what rounding computes with it."""
@@ -58,5 +58,5 @@ def _matrix_bytes(shape: tuple[int, ...], form: str, dtype: torch.dtype, *, pack
         case "int4":  # a scale and a minimum for each group
             codes = GROUP // 2 if packed else GROUP
             return outputs * -(-inputs // GROUP) * (codes + 4)
-        case _:
+        case _:  # packed bfloat16 is a quarter smaller if it can be coded, which its values decide
             return outputs * inputs * dtype.itemsize

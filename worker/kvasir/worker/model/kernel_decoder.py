@@ -8,6 +8,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -19,7 +20,6 @@ from kvasir.worker.contracts import Chunk
 from kvasir.worker.kernels.library import CBatch, CCache, CLayer, CModel, Kernels
 from kvasir.worker.kernels.memory import HugePages
 from kvasir.worker.kernels.packed import (
-    Keep,
     PackedLinear,
     interleave_blocks,
     pack_bf16,
@@ -186,10 +186,21 @@ class KernelDecoder:
         return self._keep(self._quantization.matrix(weight, name), bias)
 
     def _keep(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
-        rounded = self._quantization.activations == "int8"
-        packed = _pack(weight, bias, rounded, self._memory.copy)
+        packed = self._pack(weight, bias)
         self._kept.append(packed)
         return packed
+
+    def _pack(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
+        keep = self._memory.copy
+        match weight:
+            case Int8Weight(values, scales):
+                rounded = self._quantization.activations == "int8"
+                return pack_int8(values, scales, bias, int8_activations=rounded, keep=keep)
+            case Int4Weight(codes, scales, minima, inputs):
+                return pack_int4(codes, scales, minima, inputs, bias, keep=keep)
+            case _:
+                coded = self._kernels.coded(pack_bf16(weight, bias))
+                return replace(coded, weights=keep(coded.weights))
 
     def _pointer(self, tensor: Tensor) -> int:
         kept = tensor.contiguous()
@@ -211,13 +222,3 @@ def cache_descriptor(cache: KvCache) -> CCache:
 
 def _padded_row(row: Tensor) -> Tensor:
     return pad(row, (0, padded(len(row)) - len(row)))
-
-
-def _pack(weight: Weight, bias: Tensor | None, int8_activations: bool, keep: Keep) -> PackedLinear:
-    match weight:
-        case Int8Weight(values, scales):
-            return pack_int8(values, scales, bias, int8_activations=int8_activations, keep=keep)
-        case Int4Weight(codes, scales, minima, inputs):
-            return pack_int4(codes, scales, minima, inputs, bias, keep=keep)
-        case _:
-            return pack_bf16(weight, bias, keep=keep)

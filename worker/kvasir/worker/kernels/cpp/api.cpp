@@ -21,6 +21,21 @@ void kvasir_likeliest(Engine* engine, const Matrix* matrix, const bf16* a, int r
   engine->likeliest(*matrix, a, rows, vocab, out);
 }
 
+// Codes a bfloat16 matrix into `room` bytes. Returns how many it took, or 0 if they are too few.
+int64_t kvasir_code(const Matrix* plain, std::byte* out, int64_t room) {
+  const ptrdiff_t size = coded_block_bytes(plain->inputs);
+  const int64_t start = size * plain->blocks();
+  std::vector<CodedException> exceptions;
+  const auto total = [&] { return start + static_cast<int64_t>(exceptions.size() * sizeof(CodedException)); };
+  for (int block = 0; block < plain->blocks(); block++) {
+    if (total() > room) return 0;
+    code_block(reinterpret_cast<const bf16*>(plain->block(block)), plain->inputs, out + block * size, exceptions);
+  }
+  if (total() > room) return 0;
+  std::memcpy(out + start, exceptions.data(), exceptions.size() * sizeof(CodedException));
+  return total();
+}
+
 void kvasir_rms_norm(const float* x, const float* weight, int rows, int size, float epsilon, bf16* out) {
   const int padded = round_up(size, kBlock);
   for (int row = 0; row < rows; row++)

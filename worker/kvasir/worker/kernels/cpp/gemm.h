@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "coded.h"
 #include "int4.h"
 #include "int8.h"
 #include "simd.h"
@@ -20,6 +21,7 @@ enum class Kind : int32_t {
   kInt8 = 1,  // the blocks of int8.h
   kInt8Activations = 2,  // the same, multiplied with rows rounded to int8
   kInt4 = 3,  // [outputs / 16][inputs / 32] groups of int4.h
+  kCodedBf16 = 4,  // bfloat16 as in coded.h
 };
 
 // `outputs` is a multiple of kBlock, `inputs` even: padded with zeros. Mirrored in ../library.py.
@@ -40,11 +42,15 @@ struct Matrix {
   bool rounds() const { return by_bytes() || kind == Kind::kInt8Activations; }
   int planes() const { return by_bytes() && kind == Kind::kInt8 ? 2 : 1; }
   ptrdiff_t block_bytes() const {
-    return kind == Kind::kInt4   ? ptrdiff_t{groups()} * kGroupBytes
-           : kind == Kind::kBf16 ? ptrdiff_t{inputs} * kBlock * 2
-                                 : ptrdiff_t{inputs} * kBlock;
+    return kind == Kind::kInt4        ? ptrdiff_t{groups()} * kGroupBytes
+           : kind == Kind::kCodedBf16 ? coded_block_bytes(inputs)
+           : kind == Kind::kBf16      ? ptrdiff_t{inputs} * kBlock * 2
+                                      : ptrdiff_t{inputs} * kBlock;
   }
   const std::byte* block(int index) const { return static_cast<const std::byte*>(weights) + index * block_bytes(); }
+  CodedReader coded(int index) const {
+    return {block(index), reinterpret_cast<const CodedException*>(block(blocks()))};
+  }
   int groups() const { return (inputs + kGroup - 1) / kGroup; }
 };
 
@@ -62,12 +68,13 @@ struct Tiling {
   int height;      // rows of every tile but perhaps the last
   int max_blocks;  // 1, 2 or 4
 
-  // Of `planes` sums for each output.
-  explicit Tiling(int rows, int planes = 1) {
+  // Of `planes` sums for each output; `most` blocks side by side.
+  explicit Tiling(int rows, int planes = 1, int most = kMaxTileBlocks) {
     const int tallest = kMaxTileRows / planes;
     const int tiles = (rows + tallest - 1) / tallest;
     height = (rows + tiles - 1) / tiles;
     max_blocks = height * planes <= kTileRows[4] ? 4 : height * planes <= kTileRows[2] ? 2 : 1;
+    max_blocks = std::min(max_blocks, most);
   }
 
   int width(int blocks_left) const {
@@ -80,6 +87,12 @@ struct Tiling {
 using TileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, Ahead ahead,
                               int inputs, float* c, ptrdiff_t c_stride);
 TileFunction tile_function(int rows, int blocks);
+
+// The same of coded blocks, one reader for each. They are widened into W for the next tile of rows, or, where `w_step`
+// is 0 and not a unit's elements, each unit over the last one.
+using CodedTileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, CodedReader* readers, bf16* w, ptrdiff_t w_stride,
+                                   ptrdiff_t w_step, Ahead ahead, int inputs, float* c, ptrdiff_t c_stride);
+CodedTileFunction coded_tile_function(int rows, int blocks);
 
 // Rows of activations, `stride` values apart: as they are, or rounded, with their scales, where rounds() of the matrix.
 struct Rows {

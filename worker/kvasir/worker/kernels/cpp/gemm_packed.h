@@ -17,32 +17,51 @@ inline void complete(const Matrix& matrix, int block, int count, float* values) 
 }
 
 // Consecutive packed blocks as bfloat16, `stride` elements apart.
-struct Blocks {
-  const bf16* data;
+template <class T>
+struct BlocksOf {
+  T* data;
   ptrdiff_t stride;
 
-  Blocks from(int index) const { return {data + index * stride, stride}; }
+  BlocksOf from(int index) const { return {data + index * stride, stride}; }
 };
+using Blocks = BlocksOf<const bf16>;
 
-// Blocks [first, first + count) where they are, or widened into a buffer of this thread's until its next call.
+// Room for a tile's blocks, of this thread's until its next call.
+inline BlocksOf<bf16> room_to_widen(const Matrix& matrix) {
+  static thread_local std::vector<bf16> buffer;
+  const ptrdiff_t stride = ptrdiff_t{matrix.groups()} * kGroup * kBlock;
+  if (const size_t size = stride * kMaxTileBlocks; buffer.size() < size) buffer.resize(size);
+  return {buffer.data(), stride};
+}
+
+// Blocks [first, first + count) where they are, or widened.
 inline Blocks bf16_blocks(const Matrix& matrix, int first, int count) {
   if (matrix.kind == Kind::kBf16) {
     const ptrdiff_t stride = ptrdiff_t{matrix.inputs} * kBlock;
     return {static_cast<const bf16*>(matrix.weights) + first * stride, stride};
   }
-  static thread_local std::vector<bf16> buffer;
-  const ptrdiff_t stride = ptrdiff_t{matrix.groups()} * kGroup * kBlock;
-  const bool int4 = matrix.kind == Kind::kInt4;
-  const ptrdiff_t packed = int4 ? ptrdiff_t{matrix.groups()} * kGroupBytes : ptrdiff_t{matrix.inputs} * kBlock;
-  if (const size_t size = stride * kMaxTileBlocks; buffer.size() < size) buffer.resize(size);
-  const auto* from = static_cast<const std::byte*>(matrix.weights) + first * packed;
+  const BlocksOf<bf16> room = room_to_widen(matrix);
   for (int i = 0; i < count; i++) {
-    if (int4)
-      widen_int4(from + i * packed, matrix.inputs, buffer.data() + i * stride);
+    const std::byte* from = matrix.block(first + i);
+    bf16* to = room.from(i).data;
+    if (matrix.kind == Kind::kCodedBf16)
+      widen_coded(matrix.coded(first + i), matrix.inputs, to);
+    else if (matrix.kind == Kind::kInt4)
+      widen_int4(from, matrix.inputs, to);
     else
-      widen_int8(reinterpret_cast<const int8_t*>(from + i * packed), matrix.inputs, buffer.data() + i * stride);
+      widen_int8(reinterpret_cast<const int8_t*>(from), matrix.inputs, to);
   }
-  return {buffer.data(), stride};
+  return {room.data, room.stride};
+}
+
+// Sums of the first tile's rows, with blocks that are widened on the way; for tiles to follow if there are any.
+inline void widen_and_multiply(const Matrix& matrix, const Rows& a, int row, int rows, BlocksOf<bf16> widened,
+                               int block, int count, bool last, Ahead ahead, float* sums, ptrdiff_t stride) {
+  CodedReader readers[kMaxTileBlocks];
+  for (int i = 0; i < count; i++) readers[i] = matrix.coded(block + i);
+  coded_tile_function(rows, count)(a.values + row * a.stride, a.stride, readers, widened.data,
+                                   last ? CodedUnit::kWeights : widened.stride, last ? 0 : CodedUnit::kWeights, ahead,
+                                   matrix.inputs, sums, stride);
 }
 
 // Sums of a tile's rows, times the rows' scales if they are rounded.
@@ -77,22 +96,30 @@ void multiply_packed(const Matrix& matrix, const Rows& a, Range rows, Range bloc
   alignas(64) float sums[kMaxTileRows * kStride];
   const bool plain = matrix.scales == nullptr && matrix.bias == nullptr;
   if (rows.first == rows.end) return;
-  const Tiling tiling(rows.end - rows.first, matrix.planes());
+  const bool coded = matrix.kind == Kind::kCodedBf16;
+  const bool by_lines = matrix.by_bytes() || coded || matrix.kind == Kind::kBf16;  // else a run is several blocks
+  const BlocksOf<bf16> room = coded ? room_to_widen(matrix) : BlocksOf<bf16>{};
+  const Tiling tiling(rows.end - rows.first, matrix.planes(), coded ? 2 : kMaxTileBlocks);
   for (int block = blocks.first, width; block < blocks.end; block += width) {
     const int tile = tiling.width(blocks.end - block);
     width = std::max(tile, std::min(2, blocks.end - block));  // pairs stay together, however narrow the tiles are
-    const Blocks widened = matrix.by_bytes() ? Blocks{} : bf16_blocks(matrix, block, width);
+    const Blocks widened = coded               ? Blocks{room.data, room.stride}
+                           : matrix.by_bytes() ? Blocks{}
+                                               : bf16_blocks(matrix, block, width);
     // The next two blocks are fetched while the first tiles are computed, one for each, or both for an only one: the
     // hardware sees too late where they are.
     int next = block + width;
     const bool only = tile == 2 && tiling.height >= rows.end - rows.first;
-    const bool as_packed = matrix.kind == Kind::kBf16 || matrix.by_bytes();  // else one run is several blocks long
-    const ptrdiff_t apart = only && as_packed ? matrix.block_bytes() : 0;
+    const ptrdiff_t apart = only && by_lines ? matrix.block_bytes() : 0;
     for (int row = rows.first, height; row < rows.end; row += height) {
       height = std::min(tiling.height, rows.end - row);
       const Ahead ahead{matrix.block(next), apart};
       for (int i = 0; i < width; i += tile)
-        multiply_tile(matrix, a, row, height, widened.from(i), block + i, tile, ahead, sums + i * kBlock, kStride);
+        if (coded && row == rows.first)
+          widen_and_multiply(matrix, a, row, height, room.from(i), block + i, tile, row + height == rows.end, ahead,
+                             sums + i * kBlock, kStride);
+        else
+          multiply_tile(matrix, a, row, height, widened.from(i), block + i, tile, ahead, sums + i * kBlock, kStride);
       if (next + 1 < block + 2 * width) next++;
       for (int i = 0; i < height; i++) {
         float* values = sums + i * kStride;

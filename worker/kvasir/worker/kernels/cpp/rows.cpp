@@ -14,14 +14,13 @@ float norm_scale(const float* head, int size, float epsilon) {
 }  // namespace
 
 void embed(const Matrix& matrix, int token, int padded, float* out) {
-  const ptrdiff_t first = ptrdiff_t{token / kBlock} * matrix.inputs * kBlock;
-  const int lane = token % kBlock;
-  if (matrix.kind == Kind::kBf16) {
-    const auto* values = static_cast<const bf16*>(matrix.weights) + first;
+  const int block = token / kBlock, lane = token % kBlock;
+  if (!matrix.int8()) {
+    const bf16* values = bf16_blocks(matrix, block, 1).data;
     for (int i = 0; i < matrix.inputs; i++)
       out[i] = widen(values[(i / 2 * kBlock + lane) * 2 + i % 2]);
   } else {
-    const auto* values = static_cast<const int8_t*>(matrix.weights) + first;
+    const auto* values = reinterpret_cast<const int8_t*>(matrix.block(block));
     const float scale = matrix.scales[token];
     for (int i = 0; i < matrix.inputs; i++)
       out[i] = scale * static_cast<float>(values[(i / kQuad * kBlock + lane) * kQuad + i % kQuad]);

@@ -76,6 +76,18 @@ inline Pairs broadcast_pair(const bf16* from) {
   return _mm512_set1_epi32(pair);
 }
 
+// 16 bytes in each lane of 16, and lane by lane: the bytes at indices below 16; two vectors' bytes in turn, of the low
+// or the high halves.
+inline Pairs repeat_lane(const uint8_t* from) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Pairs look_up(Pairs table, Pairs indices) { return _mm512_shuffle_epi8(table, indices); }
+inline Pairs unpack_low(Pairs first, Pairs second) { return _mm512_unpacklo_epi8(first, second); }
+inline Pairs unpack_high(Pairs first, Pairs second) { return _mm512_unpackhi_epi8(first, second); }
+// Of bytes: the low four bits, the high four bits.
+inline Pairs low_nibbles(Pairs bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+inline Pairs high_nibbles(Pairs bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
+
 // Of 32-bit words: the lowest four bits as floats, and what is left above them.
 inline Floats low_bits(Pairs words) { return _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(15))); }
 inline Pairs without_low_bits(Pairs words) { return _mm512_srli_epi32(words, 4); }
@@ -125,6 +137,15 @@ inline Pairs broadcast_pair(const bf16* from) {
   std::memcpy(&pair, from, 4);
   return _mm256_set1_epi32(pair);
 }
+
+inline Pairs repeat_lane(const uint8_t* from) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Pairs look_up(Pairs table, Pairs indices) { return _mm256_shuffle_epi8(table, indices); }
+inline Pairs unpack_low(Pairs first, Pairs second) { return _mm256_unpacklo_epi8(first, second); }
+inline Pairs unpack_high(Pairs first, Pairs second) { return _mm256_unpackhi_epi8(first, second); }
+inline Pairs low_nibbles(Pairs bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+inline Pairs high_nibbles(Pairs bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
 
 inline Floats low_bits(Pairs words) { return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15))); }
 inline Pairs without_low_bits(Pairs words) { return _mm256_srli_epi32(words, 4); }

@@ -11,15 +11,23 @@ namespace {
 constexpr int kFewTokens = 2;
 // Up to here the memory decides, which likes each member's part of a product in one piece.
 constexpr int kFewRows = 16;
-// With more rows members take parts in turn, so that one who is interrupted holds nobody up. Up to this many, which
-// stay in the second-level cache, each takes a large part first, and seven eighths of the product are in those.
-constexpr int kPartRows = 96;
+// With more rows members take parts in turn, so that one who is interrupted holds nobody up. Of as many rows as stay in
+// the second-level cache, each takes a large part first, and seven eighths of the product are in those. More rows at
+// once would make what is done once for each block cheaper, by less and less.
+constexpr int kPartBytes = 512 * 1024, kMinPartRows = 96, kMaxPartRows = 256;
 // Blocks of a part, enough to make it worth while, if there are more rows.
 constexpr int kPartBlocks = 12;
+// Of a member's part of a product, fetched before it begins: less than the first-level cache.
+constexpr int kExpectedBytes = 32 * 1024, kLineBytes = 64;
 // Up to here query rows wait for their keys to come from memory; more of them keep a core busy with each key.
 constexpr int kFewQueryRows = 24;
 // Query rows that are attended together: enough for whole tiles, few enough to keep their scores near.
 constexpr int kQueryRows = 48;
+
+int part_rows(const Matrix& matrix) {
+  const int bytes = matrix.inputs * static_cast<int>(sizeof(bf16));
+  return std::clamp(kPartBytes / bytes, kMinPartRows, kMaxPartRows);
+}
 
 int padded(int size) { return round_up(size, kBlock); }
 
@@ -63,11 +71,12 @@ void Engine::product(const Matrix& matrix, const Rows& a, int rows, int member, 
   const int size = team_.size(), blocks = matrix.blocks();
   if (rows <= kFewRows) {
     multiply_packed(matrix, a, {0, rows}, share(blocks, 2, member, size), finish);
-  } else if (rows <= kPartRows) {
+  } else if (rows <= part_rows(matrix)) {
     const Parts parts(blocks, size);
     for (int part; (part = team_.claim()) < parts.count();) multiply_packed(matrix, a, {0, rows}, parts[part], finish);
   } else {
-    const int high = (rows + kPartRows - 1) / kPartRows, wide = (blocks + kPartBlocks - 1) / kPartBlocks;
+    const int most = part_rows(matrix);
+    const int high = (rows + most - 1) / most, wide = (blocks + kPartBlocks - 1) / kPartBlocks;
     for (int part; (part = team_.claim()) < high * wide;)
       multiply_packed(matrix, a, share(rows, 1, part / wide, high), share(blocks, 2, part % wide, wide), finish);
   }
@@ -115,12 +124,22 @@ struct Engine::Step {
     return out;
   }
 
+  // Before others are waited for: fetches the beginning of this member's part of what is multiplied next. Otherwise the
+  // memory, which decides how long few rows take, would do nothing meanwhile.
+  void expect(const Matrix& matrix, int member) const {
+    if (tokens > kFewRows) return;
+    const std::byte* part = matrix.block(share(matrix.blocks(), 2, member, members).first);
+    const Ahead ahead{part, kExpectedBytes / 2};
+    for (int at = 0; at < kExpectedBytes / 2; at += kLineBytes) ahead.fetch(at);
+  }
+
   void project(const Layer& layer, const bf16* normed, int member) const {
     engine.product(layer.qkv, ready(layer.qkv, normed, member), tokens, member,
                    [&](int row, int block, int count, const float* values) {
                       float* to = engine.projected_.data() + ptrdiff_t{row} * projected + block * kBlock;
                       std::memcpy(to, values, sizeof(float) * count * kBlock);
                     });
+    expect(layer.output, member);
     engine.team_.barrier();
   }
 
@@ -165,12 +184,13 @@ struct Engine::Step {
     engine.team_.barrier();
   }
 
-  void add_to_residual(const Matrix& matrix, const std::vector<bf16>& from, int member) const {
+  void add_to_residual(const Matrix& matrix, const std::vector<bf16>& from, const Matrix& next, int member) const {
     engine.product(matrix, ready(matrix, from.data(), member), tokens, member,
                    [&](int row, int block, int count, const float* values) {
                       float* to = residual(row) + block * kBlock;
                       for (int i = 0; i < count * kBlock; i += kLanes) store(to + i, load(to + i) + load(values + i));
                     });
+    expect(next, member);
     engine.team_.barrier();
   }
 
@@ -182,6 +202,7 @@ struct Engine::Step {
                         for (int i = 0; i < kBlock; i += kLanes)
                           narrow(to + i, silu(load(values + i)) * load(values + kBlock + i));
                     });
+    expect(layer.down, member);
     engine.team_.barrier();
   }
 
@@ -190,12 +211,13 @@ struct Engine::Step {
     engine.team_.barrier();
     for (int index = 0; index < model.num_layers; index++) {
       const Layer& layer = model.layers[index];
+      const Matrix& next = index + 1 < model.num_layers ? model.layers[index + 1].qkv : *model.embedding;
       project(layer, norm(layer.attention_norm, member), member);
       place(layer, index, member);
       attend(index, member);
-      add_to_residual(layer.output, engine.attended_, member);
+      add_to_residual(layer.output, engine.attended_, layer.gate_up, member);
       activate(layer, norm(layer.mlp_norm, member), member);
-      add_to_residual(layer.down, engine.activated_, member);
+      add_to_residual(layer.down, engine.activated_, next, member);
     }
     const Range mine = rows(member);
     for (int row = mine.first; row < mine.end; row++)
