@@ -102,7 +102,8 @@ class TorchRunner:
             return [()] * len(chunks)
         ends = zip(_rows(chunks), chunks, strict=True)
         rows = [row for (_, end), chunk in ends for row in range(end - len(chunk.samples), end)]
-        drawn = iter(draw(self._decoder, hidden[rows], specs, self._eos_token_ids))
+        wanted = hidden if len(rows) == len(hidden) else hidden[rows]
+        drawn = iter(draw(self._decoder, wanted, specs, self._eos_token_ids))
         return [tuple(islice(drawn, len(chunk.samples))) for chunk in chunks]
 
     def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> tuple[TokenLogprobs, ...]:

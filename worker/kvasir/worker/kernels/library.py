@@ -138,10 +138,9 @@ class Kernels:
     def logits(self, engine: int, matrix: PackedLinear, hidden: Tensor) -> Tensor:
         """Float32 [rows, outputs] of bfloat16 rows [rows, padded inputs]."""
         out = torch.empty(len(hidden), matrix.outputs)
-        descriptor = matrix.descriptor()
         self._library.kvasir_logits(
             engine,
-            ctypes.byref(descriptor),
+            ctypes.byref(matrix.descriptor),
             hidden.data_ptr(),
             len(hidden),
             matrix.outputs,
@@ -151,18 +150,17 @@ class Kernels:
 
     def likeliest(self, engine: int, matrix: PackedLinear, hidden: Tensor) -> list[int]:
         """The greatest output of each row of ``logits``; -1 if some are not finite."""
-        out = torch.empty(len(hidden), dtype=torch.int32)
-        descriptor = matrix.descriptor()
+        rows = len(hidden)
+        out = (ctypes.c_int32 * rows)()
         self._library.kvasir_likeliest(
             engine,
-            ctypes.byref(descriptor),
+            ctypes.byref(matrix.descriptor),
             hidden.data_ptr(),
-            len(hidden),
+            rows,
             matrix.outputs,
-            out.data_ptr(),
+            out,
         )
-        found: list[int] = out.tolist()
-        return found
+        return list(out)
 
     def coded(self, plain: PackedLinear) -> PackedLinear:
         """A BF16 matrix as CODED_BF16; as it is if more than one weight in 1,000 has no code."""
@@ -170,8 +168,7 @@ class Kernels:
         blocks = plain.padded_outputs // BLOCK
         room = weights * 3 // 2 + blocks * _CODED_BLOCK_BYTES + weights // 1000 * _EXCEPTION_BYTES
         out = torch.empty(room, dtype=torch.uint8)
-        descriptor = plain.descriptor()
-        taken = self._library.kvasir_code(ctypes.byref(descriptor), out.data_ptr(), room)
+        taken = self._library.kvasir_code(ctypes.byref(plain.descriptor), out.data_ptr(), room)
         if not taken:
             return plain
         return replace(plain, kind=PackedKind.CODED_BF16, weights=out[:taken])

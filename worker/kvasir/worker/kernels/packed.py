@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class CMatrix(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedLinear:
     """One matrix: [outputs, inputs] of the model, padded and packed.
 
@@ -66,6 +67,7 @@ class PackedLinear:
     def padded_inputs(self) -> int:
         return padded(self.inputs)
 
+    @cached_property
     def descriptor(self) -> CMatrix:
         """What C++ gets; valid while this object lives."""
         return CMatrix(

@@ -74,7 +74,7 @@ class KernelDecoder:
         self._head = embedding if config.tied_embeddings else self._vocabulary(reader, LM_HEAD)
         reader.done()
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies(config))
-        self._embedding = embedding.descriptor()
+        self._embedding = embedding.descriptor
         self._model = CModel(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -160,12 +160,12 @@ class KernelDecoder:
             attention_norm=self._norm(reader, index, ATTENTION_NORM),
             qk_norm=self._qk_norm(reader, index),
             mlp_norm=self._norm(reader, index, MLP_NORM),
-            qkv=self._stacked(reader, index, *QKV).descriptor(),
-            output=self._stacked(reader, index, OUTPUT).descriptor(),
+            qkv=self._stacked(reader, index, *QKV).descriptor,
+            output=self._stacked(reader, index, OUTPUT).descriptor,
             gate_up=self._packed(
                 interleave_blocks(gate, up), both, weight_names(index, GATE, UP)
-            ).descriptor(),
-            down=self._stacked(reader, index, DOWN).descriptor(),
+            ).descriptor,
+            down=self._stacked(reader, index, DOWN).descriptor,
         )
 
     def _norm(self, reader: WeightReader, index: int, part: str) -> int:

@@ -109,11 +109,11 @@ void multiply_packed(const Matrix& matrix, const Rows& a, Range rows, Range bloc
     // The next two blocks are fetched while the first tiles are computed, one for each, or both for an only one: the
     // hardware sees too late where they are.
     int next = block + width;
-    const bool only = tile == 2 && tiling.height >= rows.end - rows.first;
-    const ptrdiff_t apart = only && by_lines ? matrix.block_bytes() : 0;
+    const bool once = tiling.height >= rows.end - rows.first;
+    const ptrdiff_t apart = once && tile == 2 && by_lines ? matrix.block_bytes() : 0;
     for (int row = rows.first, height; row < rows.end; row += height) {
       height = std::min(tiling.height, rows.end - row);
-      const Ahead ahead{matrix.block(next), apart};
+      const Ahead ahead{matrix.block(next), apart, once};
       for (int i = 0; i < width; i += tile)
         if (coded && row == rows.first)
           widen_and_multiply(matrix, a, row, height, room.from(i), block + i, tile, row + height == rows.end, ahead,

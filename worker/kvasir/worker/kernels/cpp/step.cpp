@@ -129,7 +129,7 @@ struct Engine::Step {
   void expect(const Matrix& matrix, int member) const {
     if (tokens > kFewRows) return;
     const std::byte* part = matrix.block(share(matrix.blocks(), 2, member, members).first);
-    const Ahead ahead{part, kExpectedBytes / 2};
+    const Ahead ahead{part, kExpectedBytes / 2, tokens <= kMaxTileRows};
     for (int at = 0; at < kExpectedBytes / 2; at += kLineBytes) ahead.fetch(at);
   }
 
