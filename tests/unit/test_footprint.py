@@ -38,4 +38,6 @@ def test_resident_is_what_the_decoder_holds(
     model = open_source(url).config
     said = footprint(model, torch.bfloat16, quantization, packed=packed).resident
     norms_and_biases = 4 * model.num_layers * (4 * 48 + 2 * 80)
-    assert held <= said <= held * 1.05 + norms_and_biases
+    # Whether bfloat16 can be coded in 12 bits is known only when it is read.
+    uncoded = held * 4 / 3 if packed and form == "none" else held
+    assert held <= said <= uncoded * 1.05 + norms_and_biases

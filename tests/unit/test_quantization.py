@@ -170,7 +170,8 @@ def test_fewer_bits_take_less_memory(folder: Path) -> None:
         load(f"file://{folder}", dtype="bfloat16", **form).runner.weight_bytes
         for form in ({}, FORMS[0], FORMS[2])
     ]
-    assert sizes[0] > 1.7 * sizes[1] > 1.7 * sizes[2]
+    # Without quantization 12 bits: see cpp/coded.h.
+    assert sizes[0] > 1.3 * sizes[1] > 1.3 * sizes[2]
 
 
 def test_kv_of_one_quantization_is_not_that_of_another(folder: Path) -> None:
