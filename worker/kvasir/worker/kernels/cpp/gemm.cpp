@@ -51,12 +51,18 @@ void tile(const bf16* a, ptrdiff_t a_stride, const bf16* w, ptrdiff_t w_stride, 
   sums.write(c, c_stride);
 }
 
-template <int kRows, int kBlocks>
-void coded_tile(const bf16* a, ptrdiff_t a_stride, CodedReader* readers, bf16* w, ptrdiff_t w_stride, ptrdiff_t w_step,
-                Ahead ahead, int inputs, float* c, ptrdiff_t c_stride) {
+template <int kRows, int kBlocks, bool kLast>
+void coded_tile(const bf16* a, ptrdiff_t a_stride, CodedReader* readers, bf16* w, ptrdiff_t w_stride, Ahead ahead,
+                int inputs, float* c, ptrdiff_t c_stride) {
   Sums<kRows, kBlocks> sums;
-  for (int unit = 0; unit < inputs / CodedUnit::kInputs; unit++, w += w_step) {
-    for (int line = 0; line < 3; line++) ahead.fetch((ptrdiff_t{unit} * 3 + line) * CodedUnit::kHalf);
+  if (kLast) w_stride = CodedUnit::kWeights;  // all of the room in the first-level cache
+  for (int unit = 0; unit < inputs / CodedUnit::kInputs; unit++, w += kLast ? 0 : CodedUnit::kWeights) {
+    for (ptrdiff_t line = 3 * unit; line < 3 * (unit + 1); line++) {
+      if constexpr (kLast)
+        ahead.fetch_once(line * CodedUnit::kHalf);
+      else
+        ahead.fetch(line * CodedUnit::kHalf);
+    }
 #pragma GCC unroll 4
     for (int j = 0; j < kBlocks; j++) readers[j].read(unit, w + j * w_stride);
 #pragma GCC unroll 4
@@ -71,10 +77,11 @@ struct Plain {
   static constexpr Function kTile = tile<kRows, kBlocks>;
 };
 
+template <bool kLast>
 struct Coded {
   using Function = CodedTileFunction;
   template <int kRows, int kBlocks>
-  static constexpr Function kTile = coded_tile<kRows, kBlocks>;
+  static constexpr Function kTile = coded_tile<kRows, kBlocks, kLast>;
 };
 
 template <class Tile, int kRows, int kBlocks>
@@ -105,6 +112,8 @@ typename Tile::Function of_size(int rows, int blocks) {
 }  // namespace
 
 TileFunction tile_function(int rows, int blocks) { return of_size<Plain>(rows, blocks); }
-CodedTileFunction coded_tile_function(int rows, int blocks) { return of_size<Coded>(rows, blocks); }
+CodedTileFunction coded_tile_function(int rows, int blocks, bool last) {
+  return last ? of_size<Coded<true>>(rows, blocks) : of_size<Coded<false>>(rows, blocks);
+}
 
 }  // namespace kvasir

@@ -88,11 +88,11 @@ using TileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, const bf16* w, 
                               int inputs, float* c, ptrdiff_t c_stride);
 TileFunction tile_function(int rows, int blocks);
 
-// The same of coded blocks, one reader for each. They are widened into W for the next tile of rows, or, where `w_step`
-// is 0 and not a unit's elements, each unit over the last one.
+// The same of coded blocks, one reader for each. They are widened into W for the tiles of rows that follow; if this one
+// is the `last`, each unit into the same room.
 using CodedTileFunction = void (*)(const bf16* a, ptrdiff_t a_stride, CodedReader* readers, bf16* w, ptrdiff_t w_stride,
-                                   ptrdiff_t w_step, Ahead ahead, int inputs, float* c, ptrdiff_t c_stride);
-CodedTileFunction coded_tile_function(int rows, int blocks);
+                                   Ahead ahead, int inputs, float* c, ptrdiff_t c_stride);
+CodedTileFunction coded_tile_function(int rows, int blocks, bool last);
 
 // Rows of activations, `stride` values apart: as they are, or rounded, with their scales, where rounds() of the matrix.
 struct Rows {

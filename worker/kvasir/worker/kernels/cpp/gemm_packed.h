@@ -59,9 +59,8 @@ inline void widen_and_multiply(const Matrix& matrix, const Rows& a, int row, int
                                int block, int count, bool last, Ahead ahead, float* sums, ptrdiff_t stride) {
   CodedReader readers[kMaxTileBlocks];
   for (int i = 0; i < count; i++) readers[i] = matrix.coded(block + i);
-  coded_tile_function(rows, count)(a.values + row * a.stride, a.stride, readers, widened.data,
-                                   last ? CodedUnit::kWeights : widened.stride, last ? 0 : CodedUnit::kWeights, ahead,
-                                   matrix.inputs, sums, stride);
+  coded_tile_function(rows, count, last)(a.values + row * a.stride, a.stride, readers, widened.data, widened.stride,
+                                         ahead, matrix.inputs, sums, stride);
 }
 
 // Sums of a tile's rows, times the rows' scales if they are rounded.
@@ -113,7 +112,7 @@ void multiply_packed(const Matrix& matrix, const Rows& a, Range rows, Range bloc
     const ptrdiff_t apart = once && tile == 2 && by_lines ? matrix.block_bytes() : 0;
     for (int row = rows.first, height; row < rows.end; row += height) {
       height = std::min(tiling.height, rows.end - row);
-      const Ahead ahead{matrix.block(next), apart, once};
+      const Ahead ahead{matrix.block(next), apart};
       for (int i = 0; i < width; i += tile)
         if (coded && row == rows.first)
           widen_and_multiply(matrix, a, row, height, room.from(i), block + i, tile, row + height == rows.end, ahead,

@@ -21,22 +21,22 @@ constexpr int kBlock = 16;
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Memory that comes into the caches while something else is computed: two runs of lines, `apart` bytes from each other;
-// one and the same if that is 0. What is read `once` does not push out of the larger caches what others need there:
-// between the steps, Python's own code and data.
+// one and the same if that is 0.
 struct Ahead {
   const void* lines;
   ptrdiff_t apart = 0;
-  bool once = false;
 
   void fetch(ptrdiff_t offset) const {
     const char* at = static_cast<const char*>(lines) + offset;
-    if (once) {
-      _mm_prefetch(at, _MM_HINT_NTA);
-      _mm_prefetch(at + apart, _MM_HINT_NTA);
-    } else {
-      _mm_prefetch(at, _MM_HINT_T0);
-      _mm_prefetch(at + apart, _MM_HINT_T0);
-    }
+    _mm_prefetch(at, _MM_HINT_T0);
+    _mm_prefetch(at + apart, _MM_HINT_T0);
+  }
+  // What is read once, and then does not push out of the larger caches what others need there: between the steps,
+  // Python's own code and data.
+  void fetch_once(ptrdiff_t offset) const {
+    const char* at = static_cast<const char*>(lines) + offset;
+    _mm_prefetch(at, _MM_HINT_NTA);
+    _mm_prefetch(at + apart, _MM_HINT_NTA);
   }
 };
 

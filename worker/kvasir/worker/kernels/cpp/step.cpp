@@ -1,5 +1,7 @@
 #include "step.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "rows.h"
@@ -11,10 +13,12 @@ namespace {
 constexpr int kFewTokens = 2;
 // Up to here the memory decides, which likes each member's part of a product in one piece.
 constexpr int kFewRows = 16;
-// With more rows members take parts in turn, so that one who is interrupted holds nobody up. Of as many rows as stay in
-// the second-level cache, each takes a large part first, and seven eighths of the product are in those. More rows at
-// once would make what is done once for each block cheaper, by less and less.
-constexpr int kPartBytes = 512 * 1024, kMinPartRows = 96, kMaxPartRows = 256;
+// With more rows members take parts in turn, so that one who is interrupted holds nobody up. Up to so many, which stay
+// in the second-level cache, each takes a large part first, and seven eighths of the product are in those.
+constexpr int kPartRows = 96;
+// Where blocks are widened for each part anew, rows are up to so many, if they fill no more than this of that cache.
+constexpr int kWidenedPartRows = 256;
+constexpr double kOfCache = 0.75;
 // Blocks of a part, enough to make it worth while, if there are more rows.
 constexpr int kPartBlocks = 12;
 // Of a member's part of a product, fetched before it begins: less than the first-level cache.
@@ -24,9 +28,18 @@ constexpr int kFewQueryRows = 24;
 // Query rows that are attended together: enough for whole tiles, few enough to keep their scores near.
 constexpr int kQueryRows = 48;
 
+long second_level_cache() {  // bytes; 0 where the system does not say
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  return std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 0L);
+#else
+  return 0;
+#endif
+}
+
 int part_rows(const Matrix& matrix) {
-  const int bytes = matrix.inputs * static_cast<int>(sizeof(bf16));
-  return std::clamp(kPartBytes / bytes, kMinPartRows, kMaxPartRows);
+  static const auto room = static_cast<int>(kOfCache * static_cast<double>(second_level_cache()) / sizeof(bf16));
+  if (matrix.kind == Kind::kBf16 || matrix.by_bytes()) return kPartRows;
+  return std::clamp(room / matrix.inputs, kPartRows, kWidenedPartRows);
 }
 
 int padded(int size) { return round_up(size, kBlock); }
@@ -129,7 +142,7 @@ struct Engine::Step {
   void expect(const Matrix& matrix, int member) const {
     if (tokens > kFewRows) return;
     const std::byte* part = matrix.block(share(matrix.blocks(), 2, member, members).first);
-    const Ahead ahead{part, kExpectedBytes / 2, tokens <= kMaxTileRows};
+    const Ahead ahead{part, kExpectedBytes / 2};
     for (int at = 0; at < kExpectedBytes / 2; at += kLineBytes) ahead.fetch(at);
   }
 
