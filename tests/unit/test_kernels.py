@@ -50,8 +50,8 @@ def cases(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     return settings(max_examples=examples, deadline=None, suppress_health_check=unchanged)
 
 
-@cases(60)
-@given(
+LINEAR = st.builds(
+    LinearCase,
     rows=st.integers(1, 140),
     inputs=st.integers(1, 130),
     outputs=st.integers(1, 170),
@@ -59,21 +59,18 @@ def cases(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     threads=st.integers(1, 4),
     seed=SEEDS,
 )
-def test_linear(kernels: Kernels, **fields: Any) -> None:
-    check_linear(kernels, LinearCase(**fields))
 
 
 @cases(60)
-@given(
-    rows=st.integers(1, 140),
-    inputs=st.integers(1, 130),
-    outputs=st.integers(1, 170),
-    bias=st.booleans(),
-    threads=st.integers(1, 4),
-    seed=SEEDS,
-)
-def test_coded(kernels: Kernels, **fields: Any) -> None:
-    check_coded(kernels, LinearCase(**fields))
+@given(case=LINEAR)
+def test_linear(kernels: Kernels, case: LinearCase) -> None:
+    check_linear(kernels, case)
+
+
+@cases(60)
+@given(case=LINEAR)
+def test_coded(kernels: Kernels, case: LinearCase) -> None:
+    check_coded(kernels, case)
 
 
 def test_weights_of_too_many_sizes_are_not_coded(kernels: Kernels) -> None:
@@ -84,17 +81,9 @@ def test_weights_of_too_many_sizes_are_not_coded(kernels: Kernels) -> None:
 
 
 @cases(60)
-@given(
-    rows=st.integers(1, 140),
-    inputs=st.integers(1, 130),
-    outputs=st.integers(1, 170),
-    bias=st.booleans(),
-    threads=st.integers(1, 4),
-    seed=SEEDS,
-    int8_activations=st.booleans(),
-)
-def test_int8(kernels: Kernels, int8_activations: bool, **fields: Any) -> None:
-    check_int8(kernels, LinearCase(**fields), int8_activations)
+@given(case=LINEAR, int8_activations=st.booleans())
+def test_int8(kernels: Kernels, case: LinearCase, int8_activations: bool) -> None:
+    check_int8(kernels, case, int8_activations)
 
 
 @cases(60)

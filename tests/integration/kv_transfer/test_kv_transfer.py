@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from helpers.fake_runner import FakeRunner
-from helpers.faulty_holder import faulty_holder
+from helpers.faulty_holder import Tamper, faulty_holder
 from helpers.local_worker import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -134,18 +134,24 @@ async def test_a_replay_is_prefilled_remotely(pair: Pair) -> None:
     assert report(outputs).outcome == pb.PREFILL_OUTCOME_REMOTE
 
 
-# --- the RPC is the lease --------------------------------------------------------------------
-
-
-async def test_an_abort_in_mid_transfer_frees_both_sides(pair: Pair) -> None:
+def stopping_at(stop: int) -> tuple[asyncio.Event, Tamper]:
+    """A holder's fault: frame ``stop`` never comes. The event says that it was due."""
     reached = asyncio.Event()
 
-    async def hold_at_2(number: int, frame: Frame) -> list[Frame | bytes]:
-        if number == 2:
+    async def hold(number: int, frame: Frame) -> list[Frame | bytes]:
+        if number == stop:
             reached.set()
             await asyncio.Event().wait()
         return [frame]
 
+    return reached, hold
+
+
+# --- the RPC is the lease --------------------------------------------------------------------
+
+
+async def test_an_abort_in_mid_transfer_frees_both_sides(pair: Pair) -> None:
+    reached, hold_at_2 = stopping_at(2)
     async with faulty_holder(pair.prefill.address, hold_at_2) as address:
         peer = pair.prefill.peer(address=address)
         await pair.session.send(submit=make_submit("r", PROMPT, prefill=peer))
@@ -160,14 +166,7 @@ async def test_an_abort_in_mid_transfer_frees_both_sides(pair: Pair) -> None:
 
 
 async def test_a_router_that_leaves_in_mid_transfer_frees_both_sides(pair: Pair) -> None:
-    reached = asyncio.Event()
-
-    async def hold_at_2(number: int, frame: Frame) -> list[Frame | bytes]:
-        if number == 2:
-            reached.set()
-            await asyncio.Event().wait()
-        return [frame]
-
+    reached, hold_at_2 = stopping_at(2)
     async with faulty_holder(pair.prefill.address, hold_at_2) as address:
         peer = pair.prefill.peer(address=address)
         async with router_session(pair.decode.stub) as other:
